@@ -1,0 +1,45 @@
+"""Which engines load a fused Hugging Face folder: data, with the way and the day of each finding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine and range of versions. `evidence` says how it is known, `date` when."""
+
+    name: str
+    loads: bool
+    note: str
+    evidence: Literal["run", "read"]
+    date: str
+
+
+ENGINES = (
+    Engine(
+        "vLLM >= 0.25",
+        loads=True,
+        note="default loader, any TP size, no flag; it does not notice a missing weight",
+        evidence="run",
+        date="2026-11-29",
+    ),
+    Engine("vLLM <= 0.24", loads=False, note="KeyError on qkqkv_proj", evidence="read", date="2026-11-29"),
+    Engine("SGLang 0.5.23", loads=False, note="KeyError", evidence="read", date="2026-11-29"),
+    Engine("nano-vllm", loads=False, note="looks for gate_gate_up_proj", evidence="run", date="2026-11-29"),
+    Engine(
+        "transformers 5.x",
+        loads=False,
+        note="exit 0 with RANDOM weights in every fused projection",
+        evidence="run",
+        date="2026-11-29",
+    ),
+)
+
+
+def engines_line() -> str:
+    """One line: which engines load a fused folder and which do not."""
+    yes = ", ".join(engine.name for engine in ENGINES if engine.loads)
+    no = ", ".join(engine.name for engine in ENGINES if not engine.loads)
+    return f"loads in {yes}; not in {no}"

@@ -1,0 +1,278 @@
+"""safetensors headers and strict JSON <-> values. Pure: bytes in, values out, no file is opened here.
+
+The format (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian length N, N bytes of JSON, then the
+data. The JSON maps each tensor name to {"dtype", "shape", "data_offsets": [begin, end)} counted from the start of the
+data; ranges must tile the data exactly. Rust's `Metadata::validate` is the reference; where two readers could disagree
+(duplicate keys, entries as arrays, unread fields) this one refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fusecheck.errors import CheckpointError, invisible
+
+DTYPE_BITS = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+"""Bits per element of every dtype of safetensors 0.8, in its rank order: the writer sorts by rank, largest first."""
+
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
+
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+"""Largest header that is read unless the caller raises it (the library's own limit is 100,000,000)."""
+
+MAX_ENTRIES = 100_000
+"""Most tensors in one header, and most containers in any JSON text."""
+
+MAX_DEPTH = 64
+"""Deepest nesting of any JSON text; serde refuses at 128."""
+
+_U64 = 2**64 - 1
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
+_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
+_HEADER_TOKENS = re.compile(r"(?:[\[\]{},: \t\n\r]|null|[0-9]{1,20}(?![0-9]))*+")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of one shard; [start, stop) are bytes from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.stop - self.start
+
+    @property
+    def form(self) -> str:
+        """dtype and shape as messages show them: `BF16 [1024, 2048]`."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header. `tensors` stand in data order; `metadata` is None where the file has none (or null)."""
+
+    metadata: Mapping[str, str] | None
+    tensors: tuple[TensorInfo, ...]
+
+
+def tensor_bytes(dtype: str, shape: Iterable[int]) -> int | None:
+    """Bytes that `shape` x `dtype` takes, or None where a product passes 2**64 - 1 or ends inside a byte.
+
+    The product is checked dimension by dimension as Rust's `checked_mul` does: [0, 2**63, 4] is 0, [2**63, 4, 0] overflows.
+    """
+    bits = 1
+    for dimension in (*shape, DTYPE_BITS[dtype]):
+        bits *= dimension
+        if bits > _U64:
+            return None
+    return bits // 8 if bits % 8 == 0 else None
+
+
+def canonical_order(tensors: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(name, dtype) pairs in the order in which safetensors writes them: dtype rank descending, then name."""
+    return sorted(tensors, key=lambda pair: (-_RANK[pair[1]], pair[0]))
+
+
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file that holds (name, dtype, shape, nbytes) back to back: length, JSON, padding to 8.
+
+    Byte for byte what safetensors' own writer gives, but for the order of metadata keys, which it draws at random.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    at = 0
+    for name, dtype, shape, nbytes in tensors:
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    blob = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    blob += b" " * (-len(blob) % 8)
+    return struct.pack("<Q", len(blob)) + blob
+
+
+def parse_header(blob: bytes, *, shard: str, data_bytes: int) -> Header:
+    """The JSON part of a header, checked against the `data_bytes` that follow it. CheckpointError names shard and tensor."""
+    text = _decode(blob, shard)
+    bare = _STRING.sub("", text)
+    _check_bounds(bare, shard)
+    if not _HEADER_TOKENS.fullmatch(bare):
+        raise CheckpointError("header holds something other than names, whole numbers, lists and objects", file=shard)
+    entries = _loads(text, shard)
+    if not isinstance(entries, dict):
+        raise CheckpointError("header is not a JSON object", file=shard, found=type(entries).__name__, wanted="object")
+    metadata = _metadata(entries.pop("__metadata__", None), shard)
+    if len(entries) > MAX_ENTRIES:
+        raise CheckpointError("header has too many tensors", file=shard, found=len(entries), wanted=f"<= {MAX_ENTRIES}")
+    base = 8 + len(blob)
+    tensors = [_tensor(name, entry, shard, base) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+    _check_tiling(tensors, shard, base, data_bytes)
+    return Header(metadata, tuple(tensors))
+
+
+def strict_json(blob: bytes, *, file: str, constants: bool = False) -> object:
+    """JSON as exactly one reading allows: UTF-8 without BOM, no duplicate keys, bounded depth and size.
+
+    `constants` admits NaN and Infinity, which transformers writes into config.json. CheckpointError names the file.
+    """
+    text = _decode(blob, file)
+    _check_bounds(_STRING.sub("", text), file)
+    return _loads(text, file, constants=constants)
+
+
+def _decode(blob: bytes, file: str) -> str:
+    if blob.startswith(b"\xef\xbb\xbf"):
+        raise CheckpointError("starts with a byte order mark; JSON has none", file=file)
+    try:
+        return blob.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"is not UTF-8 at byte {error.start}", file=file) from None
+
+
+def _check_bounds(bare: str, file: str) -> None:
+    """Bound nesting and containers before json runs: its scanner recurses, and each container costs memory."""
+    brackets = _BRACKET.findall(bare)
+    if len(brackets) > 6 * MAX_ENTRIES + 16:
+        raise CheckpointError("JSON has too many lists and objects", file=file)
+    if max(accumulate(_STEP[bracket] for bracket in brackets), default=0) > MAX_DEPTH:
+        raise CheckpointError(f"JSON is nested deeper than {MAX_DEPTH}", file=file)
+
+
+def _loads(text: str, file: str, *, constants: bool = False) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise CheckpointError("the same key stands twice in one JSON object", file=file, tensor=twice)
+        return found
+
+    def constant(name: str) -> float:
+        if not constants:
+            raise CheckpointError(f"{name} is not JSON", file=file)
+        return float(name.replace("Infinity", "inf"))
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not valid JSON: {error}", file=file) from None
+
+
+def _metadata(value: object, shard: str) -> Mapping[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise CheckpointError("__metadata__ is not an object of strings", file=shard, found=type(value).__name__)
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise CheckpointError(
+                "__metadata__ holds a value that is no string", file=shard, tensor=key, found=type(text).__name__
+            )
+        _check_unicode(key, shard)
+        _check_unicode(text, shard)
+    return value
+
+
+def _check_unicode(text: str, shard: str) -> None:
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise CheckpointError("holds a lone surrogate, which is no Unicode text", file=shard, tensor=text)
+
+
+def _check_name(name: str, shard: str) -> None:
+    if not name:
+        raise CheckpointError("a tensor has the empty name", file=shard)
+    if not (name.isascii() and name.isprintable()) and any(map(invisible, name)):
+        raise CheckpointError(
+            "tensor name holds a control, bidirectional or invisible character", file=shard, tensor=name
+        )
+
+
+def _tensor(name: str, entry: object, shard: str, base: int) -> TensorInfo:
+    _check_name(name, shard)
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        raise CheckpointError(
+            "header entry is malformed",
+            file=shard,
+            tensor=name,
+            found=found,
+            wanted="an object of dtype, shape, data_offsets",
+        )
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise CheckpointError(
+            "unknown dtype", file=shard, tensor=name, found=dtype, wanted=f"one of {', '.join(DTYPE_BITS)}"
+        )
+    if not _is_u64_list(shape):
+        raise CheckpointError("shape is no list of whole numbers", file=shard, tensor=name, found=shape)
+    if not _is_u64_list(offsets) or len(offsets) != 2:  # noqa: PLR2004 - a begin and an end
+        raise CheckpointError("data_offsets are not two whole numbers", file=shard, tensor=name, found=offsets)
+    begin, end = offsets
+    size = tensor_bytes(dtype, shape)
+    if size is None or end - begin != size:
+        wanted = "a shape that fits 64 bits and whole bytes" if size is None else f"{size} bytes for {dtype} {shape}"
+        raise CheckpointError(
+            "shape x dtype disagrees with data_offsets",
+            file=shard,
+            tensor=name,
+            found=f"{end - begin} bytes",
+            wanted=wanted,
+        )
+    return TensorInfo(name, sys.intern(dtype), tuple(shape), shard, base + begin, base + end)
+
+
+def _is_u64_list(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _U64 for item in value)
+
+
+def _check_tiling(tensors: list[TensorInfo], shard: str, base: int, data_bytes: int) -> None:
+    at = base
+    for tensor in tensors:
+        if tensor.start != at:
+            problem = "data overlaps the tensor before it" if tensor.start < at else "a hole in the data lies before it"
+            raise CheckpointError(
+                problem, file=shard, tensor=tensor.name, found=f"start {tensor.start}", wanted=f"start {at}"
+            )
+        at = tensor.stop
+    if at - base != data_bytes:
+        problem = (
+            "file is truncated (an incomplete download?)" if at - base > data_bytes else "bytes follow the last tensor"
+        )
+        raise CheckpointError(problem, file=shard, found=f"{base + data_bytes} bytes", wanted=f"{at} bytes")

@@ -1,0 +1,238 @@
+"""fusecheck.json: what an output was made from and every digest, as values <-> text. Pure; knows no plan.
+
+Digest = BLAKE3, 64 hex digits. A fused tensor's digest is that over its parts' digests, a file's is that over its
+tensors' digests in file order (each digest as its 32 raw bytes), so that each byte is hashed once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from fusecheck.errors import CheckpointError, SystemFailure
+from fusecheck.header import strict_json
+from fusecheck.mapping import ShardId
+from fusecheck.sidefiles import MANIFEST
+
+SCHEMA_VERSION = 1
+
+MAX_BYTES = 256 * 1024 * 1024
+"""Largest manifest that is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where the source came from: a folder RELATIVE to OUT, or a hub repository at a commit."""
+
+    folder: str | None = None
+    repo_id: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceShard:
+    """A source weight file: bytes, digest of its length prefix and header, its `__metadata__`."""
+
+    size: int
+    header_digest: str
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """An output weight file: bytes, digest of its length prefix and header, digest over its tensors' digests."""
+
+    size: int
+    header_digest: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartEntry:
+    """One split tensor inside a fused one: rows [shard_offset, shard_offset + shard_size)."""
+
+    name: str
+    shard: str
+    shard_id: ShardId
+    shard_offset: int
+    shard_size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """An output tensor: copied from `shard`, or fused from `parts` (then `shard` is None)."""
+
+    digest: str
+    shard: str | None = None
+    parts: tuple[PartEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file copied byte for byte: its bytes and their digest."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole of fusecheck.json."""
+
+    fusecheck_version: str
+    layout: str
+    provenance: Provenance
+    options: Mapping[str, object]
+    source_shards: Mapping[str, SourceShard]
+    source_index: Mapping[str, object] | None
+    """Metadata of the source's index; None where the source has no index."""
+    files: Mapping[str, OutputFile]
+    tensors: Mapping[str, TensorEntry]
+    config: FileEntry
+    side_files: Mapping[str, FileEntry]
+    metadata: Mapping[str, str]
+    """`__metadata__` of every output shard."""
+
+
+def to_text(manifest: Manifest) -> bytes:
+    """The manifest as JSON: sorted keys, one space of indent, final newline; equal values give equal bytes."""
+    value = {
+        "schema_version": SCHEMA_VERSION,
+        "fusecheck_version": manifest.fusecheck_version,
+        "layout": manifest.layout,
+        "provenance": _fields(manifest.provenance),
+        "options": dict(manifest.options),
+        "source_shards": {name: _fields(shard) for name, shard in manifest.source_shards.items()},
+        "source_index": manifest.source_index,
+        "files": {name: _fields(file) for name, file in manifest.files.items()},
+        "tensors": {name: _tensor_fields(entry) for name, entry in manifest.tensors.items()},
+        "config": _fields(manifest.config),
+        "side_files": {name: _fields(file) for name, file in manifest.side_files.items()},
+        "metadata": dict(manifest.metadata),
+    }
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def from_text(blob: bytes) -> Manifest:
+    """Read a manifest back. CheckpointError where it is malformed or of another schema."""
+    value = strict_json(blob, file=MANIFEST)
+    if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
+        found = value.get("schema_version") if isinstance(value, dict) else type(value).__name__
+        raise CheckpointError(
+            "is no manifest of a known schema", file=MANIFEST, found=found, wanted=f"schema_version {SCHEMA_VERSION}"
+        )
+    try:
+        return _manifest(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"is malformed: {type(error).__name__} {error}", file=MANIFEST) from None
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of an output folder, or None where it has none. CheckpointError where it is malformed."""
+    path = folder / MANIFEST
+    try:
+        if not path.is_file():
+            if path.is_symlink() or path.exists():
+                raise CheckpointError("is no regular file", file=MANIFEST)
+            return None
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError("is too large", file=MANIFEST, found=f"{path.stat().st_size} bytes")
+        return from_text(path.read_bytes())
+    except OSError as error:
+        raise SystemFailure.from_os(error, MANIFEST, "read") from None
+
+
+def _fields(value: object) -> dict[str, object]:
+    names: tuple[str, ...] = type(value).__slots__  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in names}
+
+
+def _tensor_fields(entry: TensorEntry) -> dict[str, object]:
+    if entry.parts:
+        return {"digest": entry.digest, "parts": [_fields(part) for part in entry.parts]}
+    return {"digest": entry.digest, "shard": entry.shard}
+
+
+def _manifest(value: dict[str, object]) -> Manifest:
+    config = _table(value, "config")
+    return Manifest(
+        fusecheck_version=_text(value, "fusecheck_version"),
+        layout=_text(value, "layout"),
+        provenance=Provenance(
+            **{key: None if item is None else str(item) for key, item in _table(value, "provenance").items()}
+        ),
+        options=_table(value, "options"),
+        source_shards={
+            name: SourceShard(_count(row, "size"), _digest(row), cast("Mapping[str, str] | None", row["metadata"]))
+            for name, row in _rows(value, "source_shards")
+        },
+        source_index=None if value["source_index"] is None else _table(value, "source_index"),
+        files={
+            name: OutputFile(_count(row, "size"), _digest(row), _digest(row, "digest"))
+            for name, row in _rows(value, "files")
+        },
+        tensors={name: _tensor_entry(row) for name, row in _rows(value, "tensors")},
+        config=FileEntry(_count(config, "size"), _digest(config, "digest")),
+        side_files={
+            name: FileEntry(_count(row, "size"), _digest(row, "digest")) for name, row in _rows(value, "side_files")
+        },
+        metadata={key: str(item) for key, item in _table(value, "metadata").items()},
+    )
+
+
+def _tensor_entry(row: dict[str, object]) -> TensorEntry:
+    if "parts" not in row:
+        return TensorEntry(_digest(row, "digest"), _text(row, "shard"))
+    parts = row["parts"]
+    if not isinstance(parts, list) or not parts:
+        raise TypeError("parts")
+    return TensorEntry(_digest(row, "digest"), None, tuple(_part_entry(part) for part in parts))
+
+
+def _part_entry(part: dict[str, object]) -> PartEntry:
+    return PartEntry(
+        name=_text(part, "name"),
+        shard=_text(part, "shard"),
+        shard_id=cast("ShardId", part["shard_id"]),
+        shard_offset=_count(part, "shard_offset"),
+        shard_size=_count(part, "shard_size"),
+        digest=_digest(part, "digest"),
+    )
+
+
+def _table(value: dict[str, object], key: str) -> dict[str, object]:
+    table = value[key]
+    if not isinstance(table, dict):
+        raise TypeError(key)
+    return table
+
+
+def _rows(value: dict[str, object], key: str) -> Iterable[tuple[str, dict[str, object]]]:
+    table = _table(value, key)
+    return ((name, _table(table, name)) for name in table)
+
+
+def _text(value: dict[str, object], key: str) -> str:
+    text = value[key]
+    if not isinstance(text, str):
+        raise TypeError(key)
+    return text
+
+
+def _count(value: dict[str, object], key: str) -> int:
+    count = value[key]
+    if type(count) is not int or count < 0:
+        raise TypeError(key)
+    return count
+
+
+def _digest(value: dict[str, object], key: str = "header_digest") -> str:
+    digest = _text(value, key)
+    if len(bytes.fromhex(digest)) != 32:
+        raise ValueError(key)
+    return digest

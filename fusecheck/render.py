@@ -1,0 +1,272 @@
+"""Reports -> text, tables, JSON; progress. The only file that knows rich. All foreign text is made printable here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from fusecheck.engines.table import engines_line
+from fusecheck.errors import FusecheckError, printable, shown
+
+if TYPE_CHECKING:
+    from fusecheck.exact import Finding
+    from fusecheck.operations.fuse import FuseReport
+    from fusecheck.operations.verify import VerifyReport
+    from fusecheck.projections import ProjectionCheck
+
+SCHEMA_VERSION = 1
+"""Of the JSON documents on stdout."""
+
+_LINE_SECONDS = 30.0
+_LINE_SHARE = 0.1
+_FINDINGS_SHOWN = 10
+
+
+def to_json(verdict: str, value: object) -> str:
+    """One JSON document: schema_version, verdict, then the fields of a report or of an error. Plain ASCII."""
+    fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)  # type: ignore[call-overload]
+    return json.dumps({"schema_version": SCHEMA_VERSION, **fields, "verdict": verdict}, indent=2)
+
+
+def error_fields(error: FusecheckError) -> dict[str, object]:
+    """What the JSON document of a failed run carries."""
+    return {
+        "exit_code": error.exit_code,
+        "message": str(error),
+        "file": error.file,
+        "tensor": error.tensor,
+        "found": error.found,
+        "wanted": error.wanted,
+        "remedy": error.remedy,
+    }
+
+
+class Screen:
+    """stdout for results, stderr for everything else; knows what each may show."""
+
+    def __init__(self, *, quiet: bool = False, verbose: bool = False, progress: bool = True) -> None:
+        self.quiet = quiet
+        self.verbose = verbose
+        self._progress = progress and not quiet
+        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+
+    def result(self, text: str) -> None:
+        """A line of plain text on stdout, never wrapped, never interpreted."""
+        sys.stdout.write(f"{text}\n")
+
+    def warn(self, text: str) -> None:
+        """A warning on stderr, one line."""
+        if not self.quiet:
+            self._say("warning", text, "yellow")
+
+    def note(self, text: str) -> None:
+        """Something worth knowing on stderr, one line."""
+        if not self.quiet:
+            self._say("note", text, "cyan")
+
+    def error(self, error: FusecheckError) -> None:
+        """The one line `error: ...` on stderr."""
+        self._say("error", str(error), "bold red")
+
+    def _say(self, label: str, text: str, style: str) -> None:
+        self._err.print(Text.assemble((f"{label}: ", style), printable(text)))
+
+    @contextmanager
+    def progress(self, doing: str) -> Iterator[Callable[[int, int], None] | None]:
+        """A bar on a terminal; elsewhere a line every 10 % or 30 s, for logs of pods; nothing when quiet."""
+        if not self._progress:
+            yield None
+        elif self._err.is_terminal and not self._err.is_dumb_terminal:
+            with self._bar() as bar:
+                task = bar.add_task(doing, total=None)
+                yield lambda done, total: bar.update(task, completed=done, total=total)
+        else:
+            yield _Lines(doing, self._err).update
+
+    def _bar(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=self._err,
+            transient=True,
+        )
+
+    def fuse(self, report: FuseReport) -> None:
+        """What fuse did: a summary on stdout, warnings on stderr, and at last which engines load the output."""
+        self._warnings(report.warnings)
+        if not self.quiet:
+            for line in fuse_lines(report, verbose=self.verbose):
+                self.result(line)
+        if not self.quiet:
+            self._say("engines", engines_line(), "bold")
+
+    def verify(self, report: VerifyReport) -> None:
+        """What verify found: a table on stdout, then the differences, then the verdict."""
+        self._warnings(report.warnings)
+        for note in report.notes:
+            self.note(note)
+        if report.projections and not self.quiet:
+            self._out.print(verify_table(report))
+        for line in verify_lines(report, quiet=self.quiet):
+            self.result(line)
+
+    def _warnings(self, warnings: tuple[str, ...]) -> None:
+        for warning in warnings:
+            self.warn(warning)
+
+
+class _Lines:
+    """Progress as plain lines."""
+
+    def __init__(self, doing: str, console: Console) -> None:
+        self._doing = doing
+        self._console = console
+        self._last = self._began = time.monotonic()
+        self._share = 0.0
+
+    def update(self, done: int, total: int) -> None:
+        """Print a line when enough has happened, but never more than one a second."""
+        now, share = time.monotonic(), done / total if total else 1.0
+        if now - self._last >= _LINE_SECONDS or (share - self._share >= _LINE_SHARE and now - self._last >= 1):
+            rate = done / (now - self._began) if now > self._began else 0.0
+            self._console.print(
+                f"{self._doing}: {share:.0%}, {decimal(done)} of {decimal(total)}, {decimal(int(rate))}/s", markup=False
+            )
+            self._last, self._share = now, share
+
+
+def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
+    """The summary of a fuse run."""
+    what = {
+        "fused": "fused",
+        "copied": "already fused, copied",
+        "already_done": "already done, nothing written:",
+        "would_fuse": "would fuse",
+    }[report.verdict]
+    yield f"{what} {shown(report.source)} -> {shown(report.out)}"
+    copied = report.output_tensors - report.fused
+    yield (
+        f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out"
+        f" ({report.fused} fused, {copied} copied" + (f", {report.already_fused} of them fused before)" if report.already_fused else ")")
+    )
+    shards, sides = len(report.shards), len(report.side_files)
+    yield f"  {_count(shards, 'shard')}, {decimal(report.output_bytes)}, {_count(sides, 'side file')}"
+    if report.left_out and not verbose:
+        some = ", ".join(shown(item.path, 40) for item in report.left_out[:3])
+        yield f"  left out: {some}{' ...' if len(report.left_out) > 3 else ''} (-v says why)"
+    for item in report.left_out if verbose else ():
+        yield f"  left out: {shown(item.path)}: {item.reason}"
+
+
+def verify_table(report: VerifyReport) -> Table:
+    """Per projection: input -> output size, shard offsets, and each check's verdict."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("layer", "projection", "in -> out", "shard offsets", "loader", "probe", "numeric"):
+        table.add_column(heading, no_wrap=heading != "shard offsets")
+    for check in report.projections:
+        offsets = ", ".join(f"{shard_id} {offset}" for shard_id, offset in check.shard_offsets)
+        table.add_row(
+            str(check.layer),
+            printable(check.tensor.rpartition(".")[0].rpartition(".")[2]),
+            f"{check.input_size} -> {check.output_size}",
+            offsets,
+            _verdict(check.built),
+            _verdict(check.probe.verdict),
+            _verdict(check.numeric.verdict),
+        )
+    return table
+
+
+def verify_lines(report: VerifyReport, *, quiet: bool) -> Iterator[str]:
+    """Everything below the table, the verdict last."""
+    exact = report.exact
+    if not quiet:
+        for check in report.projections:
+            yield from _measured(check)
+        digests = ", digests agree with the manifest" if exact.digests_checked and exact.verdict == "pass" else ""
+        yield f"exact    {exact.verdict}: {exact.tensors} tensors, {decimal(exact.bytes)} against {exact.against}{digests}"
+        for name in ("probe", "numeric"):
+            yield f"{name:8} {_summary(report, name)}"
+        if report.device:
+            yield f"device   {printable(report.device)}; {printable(report.device_note or '')}; seed {report.seed}"
+    for finding in exact.findings[:_FINDINGS_SHOWN]:
+        yield f"differs  {finding_text(finding)}"
+    if exact.finding_count > _FINDINGS_SHOWN:
+        yield f"differs  ... {exact.finding_count - _FINDINGS_SHOWN} more"
+    yield f"{report.verdict.replace('_', ' ').upper()}: {shown(report.out)}" + (
+        f" (proved: {', '.join(report.proved)})" if report.verdict == "equal" else ""
+    )
+
+
+def finding_text(finding: Finding) -> str:
+    """One defect in one line: file, tensor, part, row, offset, problem."""
+    where = [shown(item) for item in (finding.file, finding.tensor) if item]
+    if finding.part:
+        where.append(f"part {shown(finding.part)}")
+    if finding.row is not None:
+        own = f" (row {finding.part_row} of the part)" if finding.part and finding.part_row is not None else ""
+        where.append(f"row {finding.row}{own}")
+    if finding.offset is not None:
+        where.append(f"byte {finding.offset}")
+    return f"{', '.join(where)}: {printable(finding.problem)}" if where else printable(finding.problem)
+
+
+def _measured(check: ProjectionCheck) -> Iterator[str]:
+    """What probe and numeric saw of one projection, where it is more than a verdict."""
+    probe, numeric, name = check.probe, check.numeric, shown(check.tensor)
+    if probe.verdict != "pass":
+        place = probe.first_difference
+        at = f", first at row {place.row} of {place.part}" if place else ""
+        yield f"probe    {probe.verdict}: {name}: {probe.reason}{at}"
+    if probe.non_finite or probe.flushed:
+        yield f"probe    {name}: {probe.non_finite} values beside NaN or Inf and {probe.flushed} flushed ones not comparable"
+    if numeric.verdict != "not run":
+        same = "bitwise equal" if numeric.bitwise_equal else f"max |diff| {numeric.max_abs_diff:.3g}, max ULP {numeric.max_ulp}"
+        yield f"numeric  {name}: fused against separate {same}; error / bound {numeric.worst:.3g}"
+    else:
+        yield f"numeric  not run: {name}: {numeric.reason}"
+
+
+def _summary(report: VerifyReport, name: str) -> str:
+    verdicts = [getattr(check, name).verdict for check in report.projections]
+    if not verdicts:
+        return "not run"
+    worst = next(verdict for verdict in ("fail", "pass", "not run") if verdict in verdicts)
+    layers = ", ".join(map(str, report.layers))
+    return f"{worst}: {verdicts.count(worst)} of {len(verdicts)} projections of layers {layers}"
+
+
+def _verdict(verdict: str) -> Text:
+    return Text(verdict, style={"pass": "green", "fail": "bold red"}.get(verdict, "dim"))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def tolerate_any_text() -> None:
+    """A terminal that cannot show a character gets an escape, not an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter does not complain at exit about a reader that has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
