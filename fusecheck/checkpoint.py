@@ -329,7 +329,6 @@ def _choose_shards(
 ) -> list[str]:
     """Which weight files the checkpoint is made of, or why that is not certain."""
     present = {name for name in names if name.endswith(".safetensors") and not stat.S_ISDIR(_mode(root / name))}
-    folders = {name for name in names if name.endswith(".safetensors")} - present
     numbered = {name: match for name in present if (match := _NUMBERED.fullmatch(name)) and match[1] == "model"}
     if weight_map is not None:
         chosen = set(weight_map.values())
@@ -339,7 +338,7 @@ def _choose_shards(
                 file=SINGLE,
                 remedy="remove the one that is stale",
             )
-        _check_listed(root, chosen, present | folders)
+        _check_listed(chosen, names)
     elif SINGLE in names:
         if numbered:
             raise CheckpointError(
@@ -360,15 +359,15 @@ def _choose_shards(
     return sorted(chosen, key=natural_key)
 
 
-def _check_listed(root: Path, chosen: set[str], present: set[str]) -> None:
-    missing = sorted((name for name in chosen if name not in present and not (root / name).is_symlink()), key=natural_key)
+def _check_listed(chosen: set[str], names: frozenset[str]) -> None:
+    missing = sorted(chosen - names, key=natural_key)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
             f"names shards that are missing: {', '.join(missing[:3])}{more}", file=INDEX, remedy="complete the download"
         )
     sets = {(match[1], match[3]) for name in chosen if (match := _NUMBERED.fullmatch(name))}
-    for name in sorted(present - chosen):
+    for name in sorted(names - chosen):
         match = _NUMBERED.fullmatch(name)
         if match and (match[1], match[3]) in sets:
             raise CheckpointError(f"belongs to the numbered set, yet {INDEX} does not name it", file=name)
@@ -446,9 +445,11 @@ def _check_length(name: str, size: int, length: int, limit: int) -> None:
 
 
 def _explain(files: Files, name: str, size: int, error: FusecheckError) -> FusecheckError:
-    """Say what a file really is. Only after its header has failed: `80 02` is also a legal header length."""
+    """Say what a file really is. Only where no JSON object follows the length: `80 02` is also a legal header length."""
     head = bytearray(min(64, size))
     files.read_into(name, 0, memoryview(head))
+    if head[8:].lstrip(b" \t\r\n").startswith(b"{"):
+        return error
     for magic, problem, remedy in _MAGIC:
         if head.startswith(magic):
             return CheckpointError(problem, file=name, remedy=remedy)

@@ -407,9 +407,9 @@ def _references(x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arit
         b = None if bias is None else bias[start : start + step].double()
         ref, w = F.linear(x, w, b), w.abs()
         magnitude = F.linear(size, w, None if b is None else b.abs())
-        small_w, flushable = torch.where(w < arithmetic.tiny, w, 0), torch.zeros_like(ref)
+        small_w, flushable = w < arithmetic.tiny, torch.zeros_like(ref)  # zeros too: they add 0
         if small_w.any():
-            flushable += F.linear(size, small_w)
+            flushable += F.linear(size, torch.where(small_w, w, 0))
         if small_x.any():
             flushable += F.linear(small_x, w)
         yield _Reference(start, start + len(w), ref, *arithmetic.bound(ref, magnitude, flushable))

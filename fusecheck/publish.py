@@ -103,7 +103,7 @@ class Staging:
     path: Path = field(init=False, default=Path())
     """Where to write, between `with` and `commit`. Every file must be fsynced by whoever wrote it."""
     warnings: list[str] = field(init=False, default_factory=list)
-    """What did not work and does not matter for OUT; complete after the `with` block."""
+    """What did not work although OUT is right; complete after the `with` block."""
     committed: bool = field(init=False, default=False)
     _lock: int = field(init=False, default=-1)
     _parents: list[Path] = field(init=False, default_factory=list)
@@ -166,9 +166,9 @@ class Staging:
         parent = self.target.path.parent
         with os.scandir(parent) as entries:
             names = sorted(entry.name for entry in entries if _TEMP_NAME.fullmatch(entry.name))
-        place = _place(parent)
-        if names and place and place.kind not in _OWN_MACHINE:
-            self.warnings.append(f"{parent}: {names[0]} was left alone: its run may be alive on another machine")
+        place = _place(parent) if names else None
+        if place and place.kind not in _OWN_MACHINE:
+            self._warn(f"{parent}: {names[0]} was left alone: its run may be alive on another machine")
             return
         for path in (parent / name for name in names):
             with suppress(OSError), ExitStack() as stack:
@@ -176,7 +176,7 @@ class Staging:
                 stack.callback(os.close, handle)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _remove_tree(path):
-                    self.warnings.append(f"{path}: left by a run that died, and cannot be removed")
+                    self._warn(f"{path}: left by a run that died, and cannot be removed")
 
     def _try_exchange(self) -> None:
         one, other = self.path / "one", self.path / "other"
@@ -212,14 +212,17 @@ class Staging:
         except OSError as error:
             state = "complete, but it may not survive a power cut: " if self.committed else ""
             raise SystemFailure(f"{state}cannot fsync {name}: {error.strerror}", file=self.target.shown) from error
-        warning = f"{self.target.shown}: this file system cannot fsync a folder ({refusal})"
-        if refusal and warning not in self.warnings:
-            self.warnings.append(warning)
+        if refusal:
+            self._warn(f"{self.target.shown}: this file system cannot fsync a folder ({refusal})")
 
     def _discard(self) -> None:
         """Remove whatever carries the temp name: what was half written, or after an exchange the old OUT."""
         if self.path.name and not _remove_tree(self.path):
-            self.warnings.append(f"{self.path}: this temporary folder cannot be removed")
+            self._warn(f"{self.path}: this temporary folder cannot be removed")
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def _clean(self) -> None:
         while True:
@@ -388,7 +391,9 @@ def _within(path: Path, folder: Path) -> bool:
     if _identity(folder) in _chain(path):
         return True
     one, other = _place(path), _place(folder)
-    return bool(one and other and one.device == other.device and one.inner.is_relative_to(other.inner))
+    if not one or not other or one.kind not in _OWN_MACHINE:  # NFS calls the root of every mount "/"
+        return False
+    return one.device == other.device and one.inner.is_relative_to(other.inner)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -478,8 +483,9 @@ def _remove_tree(path: Path) -> bool:
     with suppress(OSError):  # folders that forbid to remove what is in them
         path.chmod(0o700)
         for folder, names, _ in os.walk(path):
-            for name in names:
-                (Path(folder) / name).chmod(0o700, follow_symlinks=False)
+            for inner in (Path(folder) / name for name in names):
+                if not inner.is_symlink():
+                    inner.chmod(0o700)
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):  # the way that needs no file descriptor
         path.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import warnings
@@ -42,8 +43,7 @@ def seeded(seed: int | str) -> random.Random:
 def any_bits(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """NaN, inf, subnormal, -0.0 and numbers next to overflow among them."""
     raw = bytearray(rng.randbytes(torch.Size(shape).numel() * dtype.itemsize))
-    bits: Tensor = torch.frombuffer(raw, dtype=dtype)
-    return bits.reshape(shape)
+    return torch.frombuffer(raw, dtype=dtype).view(shape)
 
 
 def finite_bits(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -59,13 +59,13 @@ def draw(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     if kind == "finite":
         return finite_bits(rng, shape, dtype)
     info = torch.finfo(dtype)
-    low, high = torch.tensor([info.tiny * info.eps, info.max], dtype=torch.float64).log2().tolist()
+    low, high = math.log2(info.tiny * info.eps), math.log2(info.max)
     if kind == "one" and rng.random() < 0.5:
         low, high = -8.0, 0.0  # what a model has
     scales = {"row": (shape[0], *[1] * (len(shape) - 1)), "element": shape}.get(kind, (1,))
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     scale = torch.rand(scales, generator=generator, dtype=torch.float64) * (high - low) + low
-    weight = torch.randn(shape, generator=generator, dtype=torch.float64) * 2**scale
+    weight = torch.randn(shape, generator=generator, dtype=torch.float64) * scale.exp2()
     if kind == "sparse":
         weight *= torch.rand(shape, generator=generator) < 0.1
     return weight.clamp(-info.max, info.max).to(dtype)
