@@ -23,18 +23,8 @@ import pytest
 
 from fusecheck import publish
 from fusecheck.errors import FusecheckError, Interrupted, SystemFailure, UsageError
-from fusecheck.publish import (
-    Target,
-    TargetOccupied,
-    TargetTaken,
-    check_target,
-    free_space,
-    replace_file,
-    require_space,
-    signals_as_exceptions,
-    staging_folder,
-    write_file,
-)
+from fusecheck.publish import TargetTaken, replace_file, signals_as_exceptions, staging_folder, write_file
+from fusecheck.target import Target, TargetOccupied, check_target, free_space, place_of, require_space
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -49,7 +39,8 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from fusecheck.errors import FusecheckError
-from fusecheck.publish import check_target, signals_as_exceptions, staging_folder, write_file
+from fusecheck.publish import signals_as_exceptions, staging_folder, write_file
+from fusecheck.target import check_target
 
 def work(out, mode):
     with signals_as_exceptions(), staging_folder(check_target(out, None, force=mode == "force")) as staging:
@@ -664,9 +655,9 @@ def test_without_locks_nothing_is_swept(top: Path, monkeypatch: pytest.MonkeyPat
 
 def test_on_shared_file_systems_nothing_is_swept(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (top / ORPHAN).mkdir()
-    place = publish._place(top)  # noqa: SLF001
+    place = place_of(top)
     assert place
-    monkeypatch.setattr(publish, "_place", lambda _: place._replace(kind="fuse.s3"))
+    monkeypatch.setattr(publish, "place_of", lambda _: place._replace(kind="fuse.s3"))
     (warning,) = run(top / "out")
     assert "another machine" in warning
     assert names(top) == [ORPHAN, "out"]
@@ -841,7 +832,7 @@ def test_a_signal_at_every_line(top: Path, monkeypatch: pytest.MonkeyPatch, *, f
 def _run_with_a_signal(out: Path, number: int, *, force: bool) -> bool:
     """Whether the run went through. Python looks for signals where a frame starts, hence not in the block's own one."""
     count = -1
-    skipped = {"__exit__", "_place", "<lambda>"}  # the latter two only read, and are long
+    skipped = {"__exit__", "place_of", "<lambda>"}  # the latter two only read, and are long
 
     def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
         nonlocal count

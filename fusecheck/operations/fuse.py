@@ -40,8 +40,9 @@ from fusecheck.plan import (
     output_tensors,
     plan_shards,
 )
-from fusecheck.publish import TargetOccupied, TargetTaken, check_target, require_space, staging_folder, write_file
+from fusecheck.publish import TargetTaken, staging_folder, write_file
 from fusecheck.sidefiles import MANIFEST, LeftOut
+from fusecheck.target import TargetOccupied, check_target, require_space
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total), from any thread, one call at a time."""
