@@ -143,7 +143,7 @@ class Files:
         for name, was in self._identity.items():
             descriptor = self._open.get(name)
             try:
-                now = Identity.of(os.fstat(descriptor) if descriptor is not None else os.stat(self.root / name))
+                now = Identity.of(os.fstat(descriptor) if descriptor is not None else (self.root / name).stat())
             except OSError as error:
                 raise SystemFailure.from_os(error, name, "look at") from None
             if now != was:
@@ -186,7 +186,12 @@ def _mode(path: Path) -> int:
 
 
 def _kind(mode: int) -> str:
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    )
     return next((name for test, name in kinds if test(mode)), "a special file")
 
 
@@ -268,7 +273,9 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
     for side_file in side_files:
         files.add(side_file.path)
     if any(item.path in _ADAPTER_FILES for item in left_out):
-        warnings.append("an adapter lies beside the model: the model alone is read, the adapter is left out, not merged")
+        warnings.append(
+            "an adapter lies beside the model: the model alone is read, the adapter is left out, not merged"
+        )
     return Checkpoint(
         files=files,
         shards=tuple(shards),
@@ -284,7 +291,7 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
 
 def _list(folder: Path) -> frozenset[str]:
     try:
-        return frozenset(os.listdir(folder))
+        return frozenset(path.name for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError("is no folder", file=str(folder)) from None
     except OSError as error:
@@ -377,13 +384,19 @@ def _complete_set(numbered: Mapping[str, re.Match[str]]) -> set[str]:
     totals = {match[3] for match in numbered.values()}
     if len(totals) > 1:
         raise CheckpointError(
-            "several numbered sets and no index to choose by", file=min(numbered), found=f"-of-{' and -of-'.join(sorted(totals))}"
+            "several numbered sets and no index to choose by",
+            file=min(numbered),
+            found=f"-of-{' and -of-'.join(sorted(totals))}",
         )
     (total,) = totals
     by_number = {int(match[2]): name for name, match in numbered.items()}
     absent = next((number for number in range(1, int(total) + 1) if number not in by_number), None)
     if absent is not None or len(by_number) != len(numbered) or len(by_number) != int(total):
-        what = f"shard {absent} of {int(total)} is missing" if absent is not None else "shard numbers repeat or pass the total"
+        what = (
+            f"shard {absent} of {int(total)} is missing"
+            if absent is not None
+            else "shard numbers repeat or pass the total"
+        )
         raise CheckpointError(
             f"{what}, and there is no index", file=f"model-*-of-{total}.safetensors", remedy="complete the download"
         )
@@ -440,7 +453,11 @@ def _check_length(name: str, size: int, length: int, limit: int) -> None:
         )
     if length > limit:
         raise CheckpointError(
-            "header is too large", file=name, found=f"{length} bytes", wanted=f"<= {limit}", remedy="raise --max-header-size"
+            "header is too large",
+            file=name,
+            found=f"{length} bytes",
+            wanted=f"<= {limit}",
+            remedy="raise --max-header-size",
         )
 
 
@@ -461,13 +478,14 @@ def _merge(tensors: dict[str, TensorInfo], found: Iterable[TensorInfo], index: _
         twin = tensors.get(tensor.name)
         if twin is not None:
             raise CheckpointError(
-                "the same tensor stands in two shards", file=tensor.shard, tensor=tensor.name, found=f"also in {twin.shard}"
+                "the same tensor stands in two shards",
+                file=tensor.shard,
+                tensor=tensor.name,
+                found=f"also in {twin.shard}",
             )
         listed = index.weight_map.get(tensor.name) if index else tensor.shard
         if listed is None:
-            raise CheckpointError(
-                f"holds a tensor that {INDEX} does not name", file=tensor.shard, tensor=tensor.name
-            )
+            raise CheckpointError(f"holds a tensor that {INDEX} does not name", file=tensor.shard, tensor=tensor.name)
         if listed != tensor.shard:
             raise CheckpointError(
                 "the index names another shard", file=INDEX, tensor=tensor.name, found=listed, wanted=tensor.shard

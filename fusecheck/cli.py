@@ -44,7 +44,8 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
 
 @app.callback()
 def _main(
-    version: Annotated[  # noqa: ARG001 - the callback answers
+    *,
+    version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
@@ -85,10 +86,12 @@ def verify(
     out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint folder.")],
     *,
     source: Annotated[
-        str | None, typer.Option("--source", metavar="SRC", help="The split checkpoint; default: what OUT's manifest names.")
+        str | None,
+        typer.Option("--source", metavar="SRC", help="The split checkpoint; default: what OUT's manifest names."),
     ] = None,
     layer: Annotated[
-        list[int] | None, typer.Option("--layer", help="Layer for probe and numeric; repeatable. Default: first, middle, last.")
+        list[int] | None,
+        typer.Option("--layer", help="Layer for probe and numeric; repeatable. Default: first, middle, last."),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random hidden states.")] = 0,
@@ -151,7 +154,9 @@ def _guarded(action: Callable[[], int], arguments: list[str]) -> int:
         failure = SystemFailure.from_os(error, str(error.filename or "stdout"), "write")
         discard_stdout()
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug is named and reported, never a traceback
-        failure = FusecheckError(f"a bug in fusecheck: {type(error).__name__}: {error}", remedy="set FUSECHECK_DEBUG=1, report it")
+        failure = FusecheckError(
+            f"a bug in fusecheck: {type(error).__name__}: {error}", remedy="set FUSECHECK_DEBUG=1, report it"
+        )
         failure.__cause__ = error
     if os.environ.get("FUSECHECK_DEBUG") == "1":
         traceback.print_exception(failure)

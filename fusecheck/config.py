@@ -82,7 +82,10 @@ def _family(config: Mapping[str, object]) -> Family:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise CheckpointError(
-            "model_type is not supported", file=CONFIG, found=json.dumps(model_type), wanted=f"one of {', '.join(sorted(FAMILIES))}"
+            "model_type is not supported",
+            file=CONFIG,
+            found=json.dumps(model_type),
+            wanted=f"one of {', '.join(sorted(FAMILIES))}",
         )
     architectures = config.get("architectures")
     if architectures is None:
@@ -106,7 +109,10 @@ def _check_nested(config: Mapping[str, object]) -> None:
     for key, value in nested.items():
         if key in config and config[key] != value:
             raise CheckpointError(
-                f"text_config disagrees with the top level on {key}", file=CONFIG, found=json.dumps(value), wanted=json.dumps(config[key])
+                f"text_config disagrees with the top level on {key}",
+                file=CONFIG,
+                found=json.dumps(value),
+                wanted=json.dumps(config[key]),
             )
 
 

@@ -10,6 +10,7 @@ FusecheckError                     70  a bug, when raised bare
 from __future__ import annotations
 
 import unicodedata
+
 SHOWN_LENGTH = 160
 """Characters of one foreign name that a message shows before it is cut in the middle."""
 

@@ -9,6 +9,7 @@ data; ranges must tile the data exactly. Rust's `Metadata::validate` is the refe
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import sys
@@ -47,7 +48,10 @@ DTYPE_BITS = {
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-"""Largest header that is read unless the caller raises it (the library's own limit is 100,000,000)."""
+"""Largest header that is read unless the caller raises it."""
+
+LIBRARY_HEADER_BYTES = 100_000_000
+"""Largest header that the library reads, and so the most that MAX_HEADER_BYTES can be raised to."""
 
 MAX_ENTRIES = 100_000
 """Most tensors in one header, and most containers in any JSON text."""
@@ -56,7 +60,10 @@ MAX_DEPTH = 64
 """Deepest nesting of any JSON text; serde refuses at 128."""
 
 _U64 = 2**64 - 1
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""A JSON string. The closing quote is optional, or every quote of an unclosed string would scan to the end again."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BRACKET = re.compile(r"[\[\]{}]")
 _STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
 _HEADER_TOKENS = re.compile(r"(?:[\[\]{},: \t\n\r]|null|[0-9]{1,20}(?![0-9]))*+")
@@ -80,7 +87,7 @@ class TensorInfo:
 
     @property
     def form(self) -> str:
-        """dtype and shape as messages show them: `BF16 [1024, 2048]`."""
+        """Dtype and shape as messages show them: `BF16 [1024, 2048]`."""
         return f"{self.dtype} {list(self.shape)}"
 
 
@@ -152,7 +159,13 @@ def strict_json(blob: bytes, *, file: str, constants: bool = False) -> object:
     """
     text = _decode(blob, file)
     _check_bounds(_STRING.sub("", text), file)
-    return _loads(text, file, constants=constants)
+    value = _loads(text, file, constants=constants)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise CheckpointError("holds a lone surrogate, which is no Unicode text", file=file) from None
+    return value
 
 
 def _decode(blob: bytes, file: str) -> str:
@@ -166,10 +179,9 @@ def _decode(blob: bytes, file: str) -> str:
 
 def _check_bounds(bare: str, file: str) -> None:
     """Bound nesting and containers before json runs: its scanner recurses, and each container costs memory."""
-    brackets = _BRACKET.findall(bare)
-    if len(brackets) > 6 * MAX_ENTRIES + 16:
+    if sum(map(bare.count, _STEP)) > 6 * MAX_ENTRIES + 16:
         raise CheckpointError("JSON has too many lists and objects", file=file)
-    if max(accumulate(_STEP[bracket] for bracket in brackets), default=0) > MAX_DEPTH:
+    if max(accumulate(_STEP[bracket] for bracket in _BRACKET.findall(bare)), default=0) > MAX_DEPTH:
         raise CheckpointError(f"JSON is nested deeper than {MAX_DEPTH}", file=file)
 
 
@@ -184,11 +196,15 @@ def _loads(text: str, file: str, *, constants: bool = False) -> object:
 
     def constant(name: str) -> float:
         if not constants:
-            raise CheckpointError(f"{name} is not JSON", file=file)
+            raise CheckpointError("holds a number that is not finite", file=file, found=name)
         return float(name.replace("Infinity", "inf"))
 
+    def number(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else constant(digits)
+
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=constant, parse_float=number)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
@@ -242,7 +258,7 @@ def _tensor(name: str, entry: object, shard: str, base: int) -> TensorInfo:
         )
     if not _is_u64_list(shape):
         raise CheckpointError("shape is no list of whole numbers", file=shard, tensor=name, found=shape)
-    if not _is_u64_list(offsets) or len(offsets) != 2:  # noqa: PLR2004 - a begin and an end
+    if not _is_u64_list(offsets) or len(offsets) != 2:
         raise CheckpointError("data_offsets are not two whole numbers", file=shard, tensor=name, found=offsets)
     begin, end = offsets
     size = tensor_bytes(dtype, shape)

@@ -30,9 +30,7 @@ class ShardRows:
     shard_size: int
 
 
-QKV = Packing(
-    "self_attn.qkv_proj", (("q", "self_attn.q_proj"), ("k", "self_attn.k_proj"), ("v", "self_attn.v_proj"))
-)
+QKV = Packing("self_attn.qkv_proj", (("q", "self_attn.q_proj"), ("k", "self_attn.k_proj"), ("v", "self_attn.v_proj")))
 GATE_UP = Packing("mlp.gate_up_proj", ((0, "mlp.gate_proj"), (1, "mlp.up_proj")))
 PACKINGS = (QKV, GATE_UP)
 

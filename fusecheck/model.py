@@ -221,7 +221,10 @@ def _check_bias(slot: _Slot, found: list[TensorInfo]) -> None:
     key = "attention_bias" if slot.packing is QKV else "mlp_bias"
     if biases and not wanted:
         raise CheckpointError(
-            f"a bias that {CONFIG} does not know", file=biases[0].shard, tensor=biases[0].name, wanted=f"no bias: {key} is false"
+            f"a bias that {CONFIG} does not know",
+            file=biases[0].shard,
+            tensor=biases[0].name,
+            wanted=f"no bias: {key} is false",
         )
     if wanted and found and not biases:
         raise CheckpointError(
@@ -257,7 +260,7 @@ def _missing(slot: _Slot, name: str, found: list[TensorInfo]) -> CheckpointError
         f"layer {slot.layer} is incomplete: a part of {slot.packing.fused} is missing",
         file=found[0].shard if found else CONFIG,
         tensor=name,
-        found=f"only {ascii(near[0])}" if near else ", ".join(tensor.name for tensor in found) or "no part at all",
+        found=f"only {near[0]!a}" if near else ", ".join(tensor.name for tensor in found) or "no part at all",
         wanted=", ".join(module for _, module in slot.packing.parts),
     )
 
@@ -348,6 +351,3 @@ def _embeddings(
         return head, None, warnings
     _require(tensors, embedding, shape)
     return head, embedding, warnings
-
-
-

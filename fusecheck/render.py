@@ -163,7 +163,8 @@ def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
     copied = report.output_tensors - report.fused
     yield (
         f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out"
-        f" ({report.fused} fused, {copied} copied" + (f", {report.already_fused} of them fused before)" if report.already_fused else ")")
+        f" ({report.fused} fused, {copied} copied"
+        + (f", {report.already_fused} of them fused before)" if report.already_fused else ")")
     )
     shards, sides = len(report.shards), len(report.side_files)
     yield f"  {_count(shards, 'shard')}, {decimal(report.output_bytes)}, {_count(sides, 'side file')}"
@@ -237,7 +238,11 @@ def _measured(check: ProjectionCheck) -> Iterator[str]:
     if probe.non_finite or probe.flushed:
         yield f"probe    {name}: {probe.non_finite} values beside NaN or Inf and {probe.flushed} flushed ones not comparable"
     if numeric.verdict != "not run":
-        same = "bitwise equal" if numeric.bitwise_equal else f"max |diff| {numeric.max_abs_diff:.3g}, max ULP {numeric.max_ulp}"
+        same = (
+            "bitwise equal"
+            if numeric.bitwise_equal
+            else f"max |diff| {numeric.max_abs_diff:.3g}, max ULP {numeric.max_ulp}"
+        )
         yield f"numeric  {name}: fused against separate {same}; error / bound {numeric.worst:.3g}"
     else:
         yield f"numeric  not run: {name}: {numeric.reason}"

@@ -244,9 +244,7 @@ def _is_result(out: Path, job: _Job) -> bool:
     """Whether OUT is the complete result of this source, these options and this version."""
     planned = {file.path: file for file in job.files}
     try:
-        found = {
-            path.relative_to(out).as_posix(): path.lstat().st_size for path in out.rglob("*") if not path.is_dir()
-        }
+        found = {path.relative_to(out).as_posix(): path.lstat().st_size for path in out.rglob("*") if not path.is_dir()}
         if found.pop(MANIFEST, None) is None or found != {path: file.size for path, file in planned.items()}:
             return False
         manifest = from_text((out / MANIFEST).read_bytes())
@@ -292,5 +290,3 @@ def _report(
         left_out=job.checkpoint.left_out,
         warnings=(*job.warnings, *warnings),
     )
-
-
