@@ -5,11 +5,13 @@ Nothing here follows a name out of the folder that the name did not plainly give
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,7 +19,7 @@ from typing import Self
 from fusecheck import digest
 from fusecheck.config import CONFIG, ModelConfig, parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
-from fusecheck.header import MAX_HEADER_BYTES, Header, TensorInfo, parse_header, strict_json
+from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES, Header, TensorInfo, parse_header, strict_json
 from fusecheck.sidefiles import LeftOut, SideFile, survey_side_files
 
 INDEX = "model.safetensors.index.json"
@@ -150,7 +152,10 @@ class Files:
                 raise _changed(name)
 
     def _reopen(self, name: str) -> int:
-        descriptor, status = self._open_file(name)
+        try:
+            descriptor, status = self._open_file(name)
+        except CheckpointError:  # gone, or no regular file any more
+            raise _changed(name) from None
         if Identity.of(status) != self._identity[name]:
             os.close(descriptor)
             raise _changed(name)
@@ -166,6 +171,8 @@ class Files:
         except OSError as error:
             if stat.S_ISSOCK(_mode(self.root / name)):
                 raise CheckpointError("is no regular file", file=name, found="a socket") from None
+            if error.errno == errno.ELOOP:
+                raise CheckpointError("is a link that leads to itself", file=name) from None
             raise SystemFailure.from_os(error, name, "open") from None
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -206,7 +213,7 @@ class Shard:
     metadata: Mapping[str, str] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """A folder that was read and agrees with itself. `files` stays open until it is closed."""
 
@@ -218,11 +225,15 @@ class Checkpoint:
     index_metadata: Mapping[str, object] | None
     """None where the folder has no index."""
     config_text: bytes
-    config: ModelConfig
     side_files: tuple[SideFile, ...]
     left_out: tuple[LeftOut, ...]
     """Everything of the folder that is neither read nor copied, with the reason."""
     warnings: tuple[str, ...]
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The dimensions. CheckpointError where config.json is malformed or of an unsupported model."""
+        return parse_config(self.config_text)
 
     def __enter__(self) -> Self:
         return self
@@ -241,6 +252,17 @@ def open_checkpoint(
     UsageError where there is no folder, CheckpointError where it is malformed or unsupported, SystemFailure where it
     cannot be read.
     """
+    found = open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes)
+    try:
+        _ = found.config
+    except BaseException:
+        found.files.close()
+        raise
+    return found
+
+
+def open_folder(folder: Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES) -> Checkpoint:
+    """`open_checkpoint` without a look into config.json: what is there, whatever model it is."""
     names = _list(folder)
     files = Files(folder)
     try:
@@ -258,13 +280,10 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
         raise CheckpointError("is missing; no engine can serve the weights without it", file=CONFIG)
     files.add(CONFIG)
     config_text = files.read(CONFIG, MAX_JSON_BYTES)
-    config = parse_config(config_text)
-    if config.runs_code:
-        warnings.append(f"{CONFIG} names code (auto_map): copied, never run")
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
     for name in chosen:
-        shard, header = _read_shard(files, name, max_header_bytes)
+        shard, header = read_shard(files, name, max_header_bytes)
         shards.append(shard)
         _merge(tensors, header.tensors, index)
     if index:
@@ -282,7 +301,6 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
         tensors=tensors,
         index_metadata=index.metadata if index else None,
         config_text=config_text,
-        config=config,
         side_files=side_files,
         left_out=left_out,
         warnings=tuple(warnings),
@@ -425,7 +443,8 @@ def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
     return CheckpointError("no weights in this folder", file=SINGLE, wanted=f"{SINGLE}, or shards and {INDEX}")
 
 
-def _read_shard(files: Files, name: str, max_header_bytes: int) -> tuple[Shard, Header]:
+def read_shard(files: Files, name: str, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[Shard, Header]:
+    """Add one weight file to `files` and check its header against its size. CheckpointError names file and tensor."""
     size = files.add(name).size
     prefix = bytearray(min(8, size))
     files.read_into(name, 0, memoryview(prefix))
@@ -451,13 +470,13 @@ def _check_length(name: str, size: int, length: int, limit: int) -> None:
             found=f"{size} bytes",
             wanted=f"at least 8 + {length}",
         )
-    if length > limit:
+    if length > min(limit, LIBRARY_HEADER_BYTES):
         raise CheckpointError(
             "header is too large",
             file=name,
             found=f"{length} bytes",
-            wanted=f"<= {limit}",
-            remedy="raise --max-header-size",
+            wanted=f"<= {min(limit, LIBRARY_HEADER_BYTES)}",
+            remedy="raise --max-header-size" if length <= LIBRARY_HEADER_BYTES else None,
         )
 
 

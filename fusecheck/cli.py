@@ -117,6 +117,29 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command(epilog=EPILOG)
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, split or fused.")],
+    *,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_progress: NoProgress = False,  # noqa: ARG001 - every verb takes it; headers are read at once
+) -> None:
+    """Say what is in PATH, what `fuse` would do with it or why not, and which engines load the result.
+
+    Reads headers only.
+    """
+    from fusecheck.operations.inspect import inspect as operation  # noqa: PLC0415
+
+    screen = Screen(quiet=quiet, verbose=verbose)
+    report = operation(path)
+    if as_json:
+        screen.result(to_json(report.verdict, report))
+    else:
+        screen.inspect(report)
+
+
 def main() -> NoReturn:
     """Run the command line and leave with the documented exit code."""
     tolerate_any_text()

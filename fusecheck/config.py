@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusecheck.errors import CheckpointError
+from fusecheck.errors import CheckpointError, UnsupportedCheckpoint, shown
 from fusecheck.header import strict_json
 from fusecheck.mapping import FAMILIES, Family, Packing, ShardRows, shard_rows
 
@@ -54,7 +54,7 @@ def parse_config(blob: bytes) -> ModelConfig:
     _check_nested(config)
     for key in _QUANTISED:
         if config.get(key) is not None:
-            raise CheckpointError("quantised checkpoints are not supported", file=CONFIG, found=key)
+            raise UnsupportedCheckpoint("quantised checkpoints are not supported", file=CONFIG, found=key)
     heads = _size(config, "num_attention_heads")
     hidden_size = _size(config, "hidden_size")
     kv_heads = heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads")
@@ -81,7 +81,7 @@ def _family(config: Mapping[str, object]) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise CheckpointError(
+        raise UnsupportedCheckpoint(
             "model_type is not supported",
             file=CONFIG,
             found=json.dumps(model_type),
@@ -109,7 +109,7 @@ def _check_nested(config: Mapping[str, object]) -> None:
     for key, value in nested.items():
         if key in config and config[key] != value:
             raise CheckpointError(
-                f"text_config disagrees with the top level on {key}",
+                f"text_config disagrees with the top level on {shown(key)}",
                 file=CONFIG,
                 found=json.dumps(value),
                 wanted=json.dumps(config[key]),

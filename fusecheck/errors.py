@@ -94,6 +94,10 @@ class CheckpointError(FusecheckError):
     exit_code = 3
 
 
+class UnsupportedCheckpoint(CheckpointError):
+    """The checkpoint is sound, but there is no fused form of it, or none that this version knows."""
+
+
 class SystemFailure(FusecheckError):
     """The environment failed: space, permission, I/O, network, a source that changed under us. A retry may help."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fusecheck.config import CONFIG, ModelConfig
-from fusecheck.errors import CheckpointError
+from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.mapping import (
     FLOAT_DTYPES,
@@ -101,6 +101,8 @@ def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> Model:
         _optional(tensors, f"{prefix}layers.{layer}.self_attn.o_proj.bias", (config.hidden_size,))
     _require(tensors, f"{prefix}norm.weight", (config.hidden_size,))
     head, embedding, warnings = _embeddings(tensors, prefix, config)
+    if config.runs_code:
+        warnings.append(f"{CONFIG} names code (auto_map): copied, never run")
     return Model(prefix, tuple(split), tuple(fused), head, embedding, tuple(warnings))
 
 
@@ -108,11 +110,11 @@ def _refuse_wrapped(tensors: Mapping[str, TensorInfo]) -> None:
     for name, tensor in tensors.items():
         for wrapper, remedy in WRAPPERS.items():
             if name.startswith(wrapper):
-                raise CheckpointError(
+                raise UnsupportedCheckpoint(
                     f"names carry the wrapper prefix {wrapper!r}", file=tensor.shard, tensor=name, remedy=remedy
                 )
         if _ADAPTER.search(name):
-            raise CheckpointError(
+            raise UnsupportedCheckpoint(
                 "unmerged LoRA adapter tensors", file=tensor.shard, tensor=name, remedy=WRAPPERS["base_model.model."]
             )
 
@@ -160,7 +162,7 @@ def _check_layer_tensors(tensors: Mapping[str, TensorInfo], prefix: str, config:
             )
         module, _, suffix = _split_module(match[3])
         if module in packed and suffix not in (*GROUPED_SUFFIXES, *NEVER_GROUPED_SUFFIXES):
-            raise CheckpointError(
+            raise UnsupportedCheckpoint(
                 "unknown kind of tensor on a packed projection; quantised checkpoints are not supported",
                 file=tensor.shard,
                 tensor=name,
@@ -277,7 +279,7 @@ def _fused_tensor(slot: _Slot, suffix: str) -> FusedTensor:
 
 def _check_weight_dtype(tensor: TensorInfo) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
-        raise CheckpointError(
+        raise UnsupportedCheckpoint(
             "a packed projection that is not floating-point", file=tensor.shard, tensor=tensor.name, found=tensor.dtype
         )
     if tensor_bytes(tensor.dtype, tensor.shape[1:]) is None:
@@ -288,7 +290,7 @@ def _check_one_dtype(parts: list[TensorInfo]) -> None:
     first = parts[0]
     for other in parts[1:]:
         if other.dtype != first.dtype:
-            raise CheckpointError(
+            raise UnsupportedCheckpoint(
                 "parts of one group differ in dtype",
                 file=other.shard,
                 tensor=other.name,

@@ -23,6 +23,7 @@ from fusecheck.errors import FusecheckError, printable, shown
 if TYPE_CHECKING:
     from fusecheck.exact import Finding
     from fusecheck.operations.fuse import FuseReport
+    from fusecheck.operations.inspect import InspectReport, ProjectionForm
     from fusecheck.operations.verify import VerifyReport
     from fusecheck.projections import ProjectionCheck
 
@@ -116,6 +117,16 @@ class Screen:
         if not self.quiet:
             self._say("engines", engines_line(), "bold")
 
+    def inspect(self, report: InspectReport) -> None:
+        """What is there: a table of layers on stdout, what fuse would do, which engines load what."""
+        self._warnings(report.warnings)
+        for line in inspect_head(report):
+            self.result(line)
+        if report.layers:
+            self._out.print(inspect_table(report))
+        for line in inspect_foot(report, verbose=self.verbose):
+            self.result(line)
+
     def verify(self, report: VerifyReport) -> None:
         """What verify found: a table on stdout, then the differences, then the verdict."""
         self._warnings(report.warnings)
@@ -173,6 +184,61 @@ def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
         yield f"  left out: {some}{' ...' if len(report.left_out) > 3 else ''} (-v says why)"
     for item in report.left_out if verbose else ():
         yield f"  left out: {shown(item.path)}: {item.reason}"
+
+
+def inspect_head(report: InspectReport) -> Iterator[str]:
+    """Model, size, dtypes, shards."""
+    architectures = f" ({', '.join(map(shown, report.architectures))})" if report.architectures else ""
+    yield f"{shown(report.path)}: {shown(report.model_type or 'no model_type')}{architectures}"
+    shards = _count(len(report.shards), "shard")
+    yield f"{report.tensors} tensors, {decimal(report.bytes)} in {shards}, {_count(len(report.side_files), 'side file')}"
+    shares = (f"{share.dtype} {share.tensors} tensors {decimal(share.bytes)}" for share in report.dtypes[:4])
+    yield f"dtypes: {'; '.join(shares)}"
+    if report.quantisation:
+        yield f"quantised: {shown(report.quantisation)}"
+    if report.tied is not None:
+        head = f"{shown(report.stored_head)} is stored" if report.stored_head else "lm_head is not stored"
+        yield f"embeddings: {'tied' if report.tied else 'untied'}, {head}"
+
+
+def inspect_table(report: InspectReport) -> Table:
+    """One row for each run of layers that are alike."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("layers", "qkv", "gate_up", "dtype", "each"):
+        table.add_column(heading, overflow="fold")
+    for row in report.layers:
+        cells = [_form(projection) for projection in row.projections]
+        if row.experts:
+            cells[-1] = f"{row.experts} experts"
+        layers = f"{row.first}-{row.last}" if row.last > row.first else str(row.first)
+        table.add_row(layers, *cells, ", ".join(row.dtypes), decimal(row.bytes))
+    return table
+
+
+def _form(projection: ProjectionForm) -> str:
+    rows = "+".join(map(str, projection.rows))
+    columns = f" x {projection.in_features}" if projection.in_features is not None else ""
+    return f"{projection.form} {rows}{columns}".strip()
+
+
+def inspect_foot(report: InspectReport, *, verbose: bool) -> Iterator[str]:
+    """What fuse would do, or why not, and the engines."""
+    if report.would_fuse and report.split_groups:
+        straddling = f", {len(report.straddling)} of them across shards" if report.straddling else ""
+        yield f"fuse: would make {report.split_groups} fused tensors{straddling}"
+    elif report.would_fuse:
+        yield f"fuse: already fused ({report.fused_tensors} fused tensors), would copy"
+    else:
+        yield f"fuse: would refuse: {printable(report.reason or '')}"
+    for name in report.straddling if verbose else report.straddling[:3]:
+        yield f"  across shards: {shown(name)}"
+    if len(report.straddling) > 3 and not verbose:
+        yield f"  ... {len(report.straddling) - 3} more (-v)"
+    for item in report.left_out if verbose else ():
+        yield f"left out: {shown(item.path)}: {item.reason}"
+    yield "engines, for a fused folder:"
+    for engine in report.engines:
+        yield f"  {'yes' if engine.loads else 'no ':3} {engine.name}: {engine.note} ({engine.evidence} {engine.date})"
 
 
 def verify_table(report: VerifyReport) -> Table:

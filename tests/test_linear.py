@@ -225,7 +225,7 @@ heads = st.integers(1, 4)
 
 @given(heads, heads, st.integers(1, 5), st.integers(1, 9), st.sampled_from(DTYPES), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_fused_is_cat_in_the_fused_order(  # noqa: PLR0917  # drawn by position
+def test_fused_is_cat_in_the_fused_order(
     kv_heads: int, group: int, head_size: int, columns: int, dtype: torch.dtype, seed: int
 ) -> None:
     """Any bits, NaN too, weights and biases, whatever the order of loading."""
