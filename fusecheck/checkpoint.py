@@ -20,6 +20,7 @@ from fusecheck import digest
 from fusecheck.config import CONFIG, ModelConfig, parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
 from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES, Header, TensorInfo, parse_header, strict_json
+from fusecheck.reader import Reader
 from fusecheck.sidefiles import LeftOut, SideFile, survey_side_files
 
 INDEX = "model.safetensors.index.json"
@@ -128,18 +129,6 @@ class Files:
             at += len(block)
         return state.hexdigest()
 
-    def same(self, file: str, other: Files) -> bool:
-        """Whether `file` holds the same bytes here and there; both must have the size that was seen here."""
-        size, at = self._identity[file].size, 0
-        while at < size:
-            ours, theirs = bytearray(min(1 << 20, size - at)), bytearray(min(1 << 20, size - at))
-            self.read_into(file, at, memoryview(ours))
-            other.read_into(file, at, memoryview(theirs))
-            if ours != theirs:
-                return False
-            at += len(ours)
-        return True
-
     def check_unchanged(self) -> None:
         """SystemFailure when any file is no longer what it was when it was opened."""
         for name, was in self._identity.items():
@@ -179,6 +168,17 @@ class Files:
             os.close(descriptor)
             raise CheckpointError("is no regular file", file=name, found=_kind(status.st_mode))
         return descriptor, status
+
+
+def same_bytes(one: Reader, ours: tuple[str, int], other: Reader, theirs: tuple[str, int], size: int) -> bool:
+    """Whether `size` bytes from (file, offset) `ours` of one reader equal those from `theirs` of the other."""
+    for at in range(0, size, 1 << 20):
+        blocks = bytearray(min(1 << 20, size - at)), bytearray(min(1 << 20, size - at))
+        one.read_into(ours[0], ours[1] + at, memoryview(blocks[0]))
+        other.read_into(theirs[0], theirs[1] + at, memoryview(blocks[1]))
+        if blocks[0] != blocks[1]:
+            return False
+    return True
 
 
 def _changed(name: str) -> SystemFailure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import typer
 from fusecheck import __version__
 from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, UsageError
 from fusecheck.publish import signals_as_exceptions
-from fusecheck.render import Screen, discard_stdout, error_fields, to_json, tolerate_any_text
+from fusecheck.render import Screen, discard, error_fields, prepare_streams, to_json
 
 EPILOG = (
     "Exit codes: 0 done or equal; 1 checked and not equal; 2 usage; 3 the checkpoint is malformed or unsupported, do not "
@@ -24,7 +25,6 @@ app = typer.Typer(
     name="fusecheck",
     help="Fuse the split projections of a Hugging Face checkpoint offline, and prove that nothing changed.",
     epilog=EPILOG,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,6 +34,17 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors and the verdict.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: what was left out, and why.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar or lines.")]
+
+FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Follow side-file links out of the folder.")]
+MaxHeaderSize = Annotated[str, typer.Option("--max-header-size", metavar="SIZE", help="Largest header that is read.")]
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,15})([KMG]?)(i?)B?", size.strip(), re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise UsageError("no size in bytes", found=size, wanted="a number with or without KB, MiB and the like")
+    power = " KMG".index(match[2].upper() or " ")
+    return int(match[1]) * int((1024 if match[3] else 1000) ** power)
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
@@ -54,10 +65,29 @@ def _main(
 
 @app.command(epilog=EPILOG)
 def fuse(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder, or a hub id owner/name.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace what is in OUT, in one step, once all is written.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option("--max-shard-size", metavar="SIZE", help="Regroup into shards of at most this, such as 5GB."),
+    ] = None,
+    checksums: Annotated[bool, typer.Option("--checksums", help="Write SHA256SUMS for `sha256sum -c`.")] = False,
+    drop_tied_lm_head: Annotated[
+        bool, typer.Option("--drop-tied-lm-head", help="Drop lm_head if tied and proven equal to embed_tokens.")
+    ] = False,
+    keep_split: Annotated[
+        bool,
+        typer.Option("--keep-split", help="Leave groups without a lossless fused form split, instead of refusing."),
+    ] = False,
+    follow_links: FollowLinks = False,
+    max_header_size: MaxHeaderSize = "16MiB",
+    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Threads that copy.")] = 2,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -71,8 +101,23 @@ def fuse(
     from fusecheck.operations.fuse import fuse as operation  # noqa: PLC0415
 
     screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
-    with screen.progress("fusing") as on_progress:
-        report = operation(source, out, dry_run=dry_run, on_progress=on_progress)
+    with screen.progress() as phase:
+        report = operation(
+            source,
+            out,
+            revision=revision,
+            dry_run=dry_run,
+            force=force,
+            max_shard_size=max_shard_size,
+            checksums=checksums,
+            drop_tied_lm_head=drop_tied_lm_head,
+            keep_split=keep_split,
+            follow_links=follow_links,
+            max_header_bytes=_bytes(max_header_size),
+            threads=threads,
+            on_progress=phase("fusing"),
+            on_download=phase("downloading"),
+        )
     if as_json:
         screen.result(to_json(report.verdict, report))
         for warning in report.warnings:
@@ -107,8 +152,10 @@ def verify(
     from fusecheck.operations.verify import verify as operation  # noqa: PLC0415
 
     screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
-    with screen.progress("verifying") as on_progress:
-        report = operation(out, source=source, layers=layer or (), device=device, seed=seed, on_progress=on_progress)
+    with screen.progress() as phase:
+        report = operation(
+            out, source=source, layers=layer or (), device=device, seed=seed, on_progress=phase("verifying")
+        )
     if as_json:
         screen.result(to_json(report.verdict, report))
     else:
@@ -121,6 +168,8 @@ def verify(
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, split or fused.")],
     *,
+    follow_links: FollowLinks = False,
+    max_header_size: MaxHeaderSize = "16MiB",
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -133,7 +182,7 @@ def inspect(
     from fusecheck.operations.inspect import inspect as operation  # noqa: PLC0415
 
     screen = Screen(quiet=quiet, verbose=verbose)
-    report = operation(path)
+    report = operation(path, follow_links=follow_links, max_header_bytes=_bytes(max_header_size))
     if as_json:
         screen.result(to_json(report.verdict, report))
     else:
@@ -142,7 +191,7 @@ def inspect(
 
 def main() -> NoReturn:
     """Run the command line and leave with the documented exit code."""
-    tolerate_any_text()
+    prepare_streams()
     arguments = sys.argv[1:]
     code = _guarded(lambda: _run(arguments), arguments)
     sys.exit(_guarded(_flush, arguments) or code)
@@ -151,11 +200,13 @@ def main() -> NoReturn:
 def _run(arguments: list[str]) -> int:
     with signals_as_exceptions():
         try:
-            code = app(arguments, standalone_mode=False)
+            code = app(arguments or ["--help"], standalone_mode=False)
         except typer.TyperException as error:
             raise UsageError(error.format_message(), remedy="see --help") from None
         except typer.Abort:
             raise Interrupted(2) from None
+    if not arguments:
+        return UsageError.exit_code  # the help is shown, yet nothing was asked for
     return code if isinstance(code, int) else 0
 
 
@@ -169,13 +220,14 @@ def _guarded(action: Callable[[], int], arguments: list[str]) -> int:
     try:
         return action()
     except BrokenPipeError:
-        discard_stdout()  # a reader that has seen enough is no failure
+        discard(1)  # a reader that has seen enough is no failure
         return 0
     except FusecheckError as error:
         failure = error
     except OSError as error:
         failure = SystemFailure.from_os(error, str(error.filename or "stdout"), "write")
-        discard_stdout()
+        if error.filename is None:
+            discard(1)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug is named and reported, never a traceback
         failure = FusecheckError(
             f"a bug in fusecheck: {type(error).__name__}: {error}", remedy="set FUSECHECK_DEBUG=1, report it"
@@ -194,7 +246,7 @@ def _report_failure(failure: FusecheckError, arguments: list[str]) -> int:
             sys.stdout.flush()
         Screen().error(failure)
     except OSError:
-        discard_stdout()
+        discard(1)
     return failure.exit_code
 
 

@@ -98,6 +98,10 @@ class UnsupportedCheckpoint(CheckpointError):
     """The checkpoint is sound, but there is no fused form of it, or none that this version knows."""
 
 
+class NoFusedForm(UnsupportedCheckpoint):
+    """One group cannot be fused without loss (its parts differ in dtype); `--keep-split` leaves such groups split."""
+
+
 class SystemFailure(FusecheckError):
     """The environment failed: space, permission, I/O, network, a source that changed under us. A retry may help."""
 

@@ -29,7 +29,7 @@ from fusecheck.sidefiles import WEIGHT_SUFFIXES
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
 Progress = Callable[[int, int], None]
 """Called with (bytes downloaded, bytes known so far), from any thread, one call at a time."""
@@ -142,11 +142,11 @@ def check_shard_size(max_shard_size: str | int) -> None:
 def _is_folder(source: str) -> bool:
     """False where nothing is there; UsageError where something else is."""
     try:
-        mode = os.stat(source).st_mode
+        mode = Path(source).stat().st_mode
     except ValueError:
         raise UsageError("SRC is no path", found=repr(source)) from None
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG} or os.path.islink(source):
+        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG} or Path(source).is_symlink():
             raise UsageError(f"SRC cannot be followed: {error.strerror}", file=source) from None
         if error.errno in {errno.ENOENT, errno.ENOTDIR}:
             return False
@@ -227,7 +227,7 @@ def _tame_library() -> Iterator[None]:
     hooks.append(limit_wait)
     before = logging.get_verbosity()
     if not os.environ.get("HF_HUB_VERBOSITY") and not os.environ.get("HF_DEBUG"):
-        logging.set_verbosity_error()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -243,7 +243,7 @@ class _StoppedError(Exception):
 
 def _bars(on_progress: Progress | None, stop: threading.Event) -> type[tqdm]:
     """The hub's progress bar, never drawn: bytes go to `on_progress`, and `stop` ends the download."""
-    from huggingface_hub.utils import are_progress_bars_disabled, tqdm  # noqa: PLC0415 - a folder must not pay for it
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, tqdm  # noqa: PLC0415 - as above
 
     lock = threading.Lock()
     report = None if are_progress_bars_disabled() else on_progress
@@ -251,7 +251,7 @@ def _bars(on_progress: Progress | None, stop: threading.Event) -> type[tqdm]:
     class Bar(tqdm):
         def __init__(self, *args: object, **options: object) -> None:
             self._bytes = options.get("unit") == "B" and options.get("name") == "huggingface_hub.snapshot_download"
-            super().__init__(*args, **{**options, "disable": True})
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
             if stop.is_set():
@@ -269,23 +269,18 @@ def _failure(error: Exception, repo_id: str, revision: str | None) -> FusecheckE
     from huggingface_hub import constants, errors  # noqa: PLC0415 - a folder must not pay for it
 
     host = urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2] or "the hub"
-    nor = f"is no folder here, and the repository of that name at {host}"
     cause = _root(error)
-    snapshot: str | None = getattr(error, "snapshot_path", None)
     if isinstance(cause, errors.HFValidationError):
         return UsageError("is no folder here, and no possible name of a repository of the hub", file=repo_id)
     if isinstance(cause, errors.HfHubHTTPError):
         return _answered(cause, repo_id, revision, host)
     if isinstance(cause, errors.OfflineModeIsEnabled):
-        if snapshot is not None:
-            return _incomplete(repo_id, Path(snapshot).name)
-        what = f"{nor} is not in the cache, while HF_HUB_OFFLINE is set"
-        return SystemFailure(what, file=repo_id, remedy="fill the cache first, or unset HF_HUB_OFFLINE")
+        return _offline(error, repo_id)
     if isinstance(cause, OSError) and cause.errno is not None:
         return SystemFailure.from_os(cause, str(cause.filename or repo_id), "write to the hub cache")
     if isinstance(cause, OSError) and not isinstance(cause, errors.LocalEntryNotFoundError):
         return SystemFailure(f"the download from {host} was cut short", file=repo_id, remedy="run again")
-    what = f"{nor} cannot be had: {type(cause).__name__}"
+    what = f"is no folder here, and the repository of that name cannot be had from {host}: {type(cause).__name__}"
     return SystemFailure(what, file=repo_id, remedy="check the network and HF_ENDPOINT, and run again")
 
 
@@ -322,20 +317,24 @@ def _answered(error: HfHubHTTPError, repo_id: str, revision: str | None, host: s
     return UsageError(what, file=repo_id, remedy="check the spelling, HF_TOKEN and HF_ENDPOINT")
 
 
-def _incomplete(repo_id: str, commit: str) -> CheckpointError:
-    """Offline, with a snapshot in which files are missing: side files too, which no later check could miss."""
-    from huggingface_hub import get_cached_repo_tree, try_to_load_from_cache  # noqa: PLC0415 - as above
+def _offline(error: Exception, repo_id: str) -> FusecheckError:
+    """Offline mode, and the cache has nothing of that name, or less than all of it."""
+    snapshot: str | None = getattr(error, "snapshot_path", None)
+    if snapshot is None:
+        what = "is no folder here, and the repository of that name is not in the cache, while HF_HUB_OFFLINE is set"
+        return SystemFailure(what, file=repo_id, remedy="fill the cache first, or unset HF_HUB_OFFLINE")
+    from huggingface_hub import get_cached_repo_tree  # noqa: PLC0415 - a folder must not pay for it
 
-    names = [file.path for file in get_cached_repo_tree(repo_id, revision=commit)]
-    missing = sorted(
-        name
-        for name in names
-        if not any(fnmatchcase(name, pattern) for pattern in (*UNREAD, *SPARED))
-        and not isinstance(try_to_load_from_cache(repo_id, name, revision=commit), str)
-    )
+    names = (file.path for file in get_cached_repo_tree(repo_id, revision=Path(snapshot).name))
+    absent = sorted(name for name in names if not (Path(snapshot) / name).exists() and not _matches(name, UNREAD))
+    missing = [name for name in absent if not _matches(name, SPARED)] or absent
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return CheckpointError(
+    return CheckpointError(  # side files count too: no later check could miss them
         f"the cached snapshot lacks {', '.join(missing[:3])}{more}, and HF_HUB_OFFLINE is set",
         file=repo_id,
         remedy="complete the download",
     )
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

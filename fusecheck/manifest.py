@@ -81,6 +81,14 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class DroppedTensor:
+    """A source tensor that OUT does not repeat, since its bytes were proven equal to those of `same_as`."""
+
+    shard: str
+    same_as: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole of fusecheck.json."""
 
@@ -93,6 +101,9 @@ class Manifest:
     """Metadata of the source's index; None where the source has no index."""
     files: Mapping[str, OutputFile]
     tensors: Mapping[str, TensorEntry]
+    dropped: Mapping[str, DroppedTensor]
+    left_split: Mapping[str, str]
+    """Groups left split: the name that the fused weight would have had -> why."""
     config: FileEntry
     side_files: Mapping[str, FileEntry]
     metadata: Mapping[str, str]
@@ -111,6 +122,8 @@ def to_text(manifest: Manifest) -> bytes:
         "source_index": manifest.source_index,
         "files": {name: _fields(file) for name, file in manifest.files.items()},
         "tensors": {name: _tensor_fields(entry) for name, entry in manifest.tensors.items()},
+        "dropped": {name: _fields(entry) for name, entry in manifest.dropped.items()},
+        "left_split": dict(manifest.left_split),
         "config": _fields(manifest.config),
         "side_files": {name: _fields(file) for name, file in manifest.side_files.items()},
         "metadata": dict(manifest.metadata),
@@ -177,6 +190,10 @@ def _manifest(value: dict[str, object]) -> Manifest:
             for name, row in _rows(value, "files")
         },
         tensors={name: _tensor_entry(row) for name, row in _rows(value, "tensors")},
+        dropped={
+            name: DroppedTensor(_text(row, "shard"), _text(row, "same_as")) for name, row in _rows(value, "dropped")
+        },
+        left_split={key: str(item) for key, item in _table(value, "left_split").items()},
         config=FileEntry(_count(config, "size"), _digest(config, "digest")),
         side_files={
             name: FileEntry(_count(row, "size"), _digest(row, "digest")) for name, row in _rows(value, "side_files")

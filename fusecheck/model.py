@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fusecheck.config import CONFIG, ModelConfig
-from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
+from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint
 from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.mapping import (
     FLOAT_DTYPES,
@@ -72,20 +72,32 @@ class FusedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftSplit:
+    """A group that has no lossless fused form and stays as it is: the name it would have had, and why."""
+
+    fused: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A complete, consistent checkpoint of a supported family."""
 
     prefix: str
     split: tuple[Group, ...]
     fused: tuple[FusedTensor, ...]
+    left_split: tuple[LeftSplit, ...]
     head: str | None
     """Name of the output embedding, where the checkpoint stores one."""
     embedding: str | None
     warnings: tuple[str, ...]
 
 
-def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> Model:
-    """Group and check all tensors. CheckpointError names file, tensor, found and wanted; nothing is repaired."""
+def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig, *, keep_split: bool = False) -> Model:
+    """Group and check all tensors. CheckpointError names file, tensor, found and wanted; nothing is repaired.
+
+    With `keep_split`, groups without a lossless fused form are listed in `left_split` instead of raising NoFusedForm.
+    """
     if not tensors:
         raise CheckpointError("the checkpoint holds no tensor", file=f"model.safetensors, {CONFIG}")
     _refuse_wrapped(tensors)
@@ -93,9 +105,16 @@ def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> Model:
     _check_layer_tensors(tensors, prefix, config)
     split: list[Group] = []
     fused: list[FusedTensor] = []
+    left_split: list[LeftSplit] = []
     for layer in range(config.num_hidden_layers):
         for packing in PACKINGS:
-            _survey_packing(_Slot(tensors, config, f"{prefix}layers.{layer}.", packing, layer), split, fused)
+            slot = _Slot(tensors, config, f"{prefix}layers.{layer}.", packing, layer)
+            try:
+                _survey_packing(slot, split, fused)
+            except NoFusedForm as error:
+                if not keep_split:
+                    raise
+                left_split.append(LeftSplit(slot.fused_name("weight"), str(error)))
         for name, shape in _layer_tensors(config, f"{prefix}layers.{layer}."):
             _require(tensors, name, shape)
         _optional(tensors, f"{prefix}layers.{layer}.self_attn.o_proj.bias", (config.hidden_size,))
@@ -103,7 +122,7 @@ def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig) -> Model:
     head, embedding, warnings = _embeddings(tensors, prefix, config)
     if config.runs_code:
         warnings.append(f"{CONFIG} names code (auto_map): copied, never run")
-    return Model(prefix, tuple(split), tuple(fused), head, embedding, tuple(warnings))
+    return Model(prefix, tuple(split), tuple(fused), tuple(left_split), head, embedding, tuple(warnings))
 
 
 def _refuse_wrapped(tensors: Mapping[str, TensorInfo]) -> None:
@@ -208,12 +227,12 @@ def _survey_packing(slot: _Slot, split: list[Group], fused: list[FusedTensor]) -
             found=f"beside {parts[0].name}",
         )
     _check_bias(slot, whole or parts)
-    for suffix in GROUPED_SUFFIXES:
-        if whole:
-            if slot.fused_name(suffix) in slot.tensors or suffix == "weight":
-                fused.append(_fused_tensor(slot, suffix))
-        elif suffix == "weight" or slot.present(slot.part_names(suffix)):
-            split.append(_group(slot, suffix))
+    if whole:
+        fused += [
+            _fused_tensor(slot, s) for s in GROUPED_SUFFIXES if s == "weight" or slot.fused_name(s) in slot.tensors
+        ]
+    else:  # all suffixes of a projection, or none of them
+        split += [_group(slot, s) for s in GROUPED_SUFFIXES if s == "weight" or slot.present(slot.part_names(s))]
 
 
 def _check_bias(slot: _Slot, found: list[TensorInfo]) -> None:
@@ -290,13 +309,13 @@ def _check_one_dtype(parts: list[TensorInfo]) -> None:
     first = parts[0]
     for other in parts[1:]:
         if other.dtype != first.dtype:
-            raise UnsupportedCheckpoint(
+            raise NoFusedForm(
                 "parts of one group differ in dtype",
                 file=other.shard,
                 tensor=other.name,
                 found=other.form,
                 wanted=f"{first.dtype}, as {first.name}",
-                remedy="store the group in one dtype",
+                remedy="store the group in one dtype, or pass --keep-split to leave it split",
             )
 
 

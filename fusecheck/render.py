@@ -7,9 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 """Of the JSON documents on stdout."""
 
+Phase: TypeAlias = "Callable[[str], Callable[[int, int], None] | None]"
+"""What is being done -> a callback for (bytes done, bytes in total), or None where nothing is to be shown."""
+
 _LINE_SECONDS = 30.0
 _LINE_SHARE = 0.1
 _FINDINGS_SHOWN = 10
@@ -38,7 +41,7 @@ _FINDINGS_SHOWN = 10
 def to_json(verdict: str, value: object) -> str:
     """One JSON document: schema_version, verdict, then the fields of a report or of an error. Plain ASCII."""
     fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)  # type: ignore[call-overload]
-    return json.dumps({"schema_version": SCHEMA_VERSION, **fields, "verdict": verdict}, indent=2)
+    return json.dumps({"schema_version": SCHEMA_VERSION, "verdict": verdict, **fields}, indent=2)
 
 
 def error_fields(error: FusecheckError) -> dict[str, object]:
@@ -54,6 +57,14 @@ def error_fields(error: FusecheckError) -> dict[str, object]:
     }
 
 
+class _Console(Console):
+    """rich's console leaves with 1 when the reader of a pipe goes away, and 1 says NOT equal."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        discard(self.file.fileno())
+
+
 class Screen:
     """stdout for results, stderr for everything else; knows what each may show."""
 
@@ -61,12 +72,15 @@ class Screen:
         self.quiet = quiet
         self.verbose = verbose
         self._progress = progress and not quiet
-        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=False)
-        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._out = _Console(file=sys.stdout, highlight=False, soft_wrap=False)
+        self._err = _Console(file=sys.stderr, highlight=False, soft_wrap=True)
 
     def result(self, text: str) -> None:
         """A line of plain text on stdout, never wrapped, never interpreted."""
-        sys.stdout.write(f"{text}\n")
+        try:
+            sys.stdout.write(f"{text}\n")
+        except BrokenPipeError:  # a reader that has seen enough must not cost the verdict its exit code
+            discard(sys.stdout.fileno())
 
     def warn(self, text: str) -> None:
         """A warning on stderr, one line."""
@@ -83,19 +97,19 @@ class Screen:
         self._say("error", str(error), "bold red")
 
     def _say(self, label: str, text: str, style: str) -> None:
-        self._err.print(Text.assemble((f"{label}: ", style), printable(text)))
+        with suppress(OSError):  # a full stderr changes no result
+            self._err.print(Text.assemble((f"{label}: ", style), printable(text)))
 
     @contextmanager
-    def progress(self, doing: str) -> Iterator[Callable[[int, int], None] | None]:
-        """A bar on a terminal; elsewhere a line every 10 % or 30 s, for logs of pods; nothing when quiet."""
+    def progress(self) -> Iterator[Phase]:
+        """Gives a callback per phase: a bar on a terminal; elsewhere a line every 10 % or 30 s; None when quiet."""
         if not self._progress:
-            yield None
+            yield lambda _: None
         elif self._err.is_terminal and not self._err.is_dumb_terminal:
             with self._bar() as bar:
-                task = bar.add_task(doing, total=None)
-                yield lambda done, total: bar.update(task, completed=done, total=total)
+                yield lambda doing: _task(bar, doing)
         else:
-            yield _Lines(doing, self._err).update
+            yield lambda doing: _Lines(doing, self._err).update
 
     def _bar(self) -> Progress:
         return Progress(
@@ -142,6 +156,12 @@ class Screen:
             self.warn(warning)
 
 
+def _task(bar: Progress, doing: str) -> Callable[[int, int], None]:
+    """One line of the bar, which shows from its first update on."""
+    task = bar.add_task(doing, total=None, visible=False)
+    return lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
 class _Lines:
     """Progress as plain lines."""
 
@@ -156,9 +176,9 @@ class _Lines:
         now, share = time.monotonic(), done / total if total else 1.0
         if now - self._last >= _LINE_SECONDS or (share - self._share >= _LINE_SHARE and now - self._last >= 1):
             rate = done / (now - self._began) if now > self._began else 0.0
-            self._console.print(
-                f"{self._doing}: {share:.0%}, {decimal(done)} of {decimal(total)}, {decimal(int(rate))}/s", markup=False
-            )
+            line = f"{self._doing}: {share:.0%}, {decimal(done)} of {decimal(total)}, {decimal(int(rate))}/s"
+            with suppress(OSError):
+                self._console.print(line, markup=False)
             self._last, self._share = now, share
 
 
@@ -331,13 +351,23 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def tolerate_any_text() -> None:
-    """A terminal that cannot show a character gets an escape, not an exception."""
+def prepare_streams() -> None:
+    """A terminal that cannot show a character gets an escape, not an exception; a closed stream swallows.
+
+    Descriptors 0 to 2 are filled first: an output file that took number 1 would get what is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def discard_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter does not complain at exit about a reader that has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def discard(descriptor: int) -> None:
+    """Point stdout or stderr at nothing, so that the interpreter does not complain at exit about a reader that has gone."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)

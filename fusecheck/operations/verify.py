@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fusecheck import digest
-from fusecheck.checkpoint import Checkpoint, open_checkpoint
+from fusecheck.checkpoint import Checkpoint, open_checkpoint, same_bytes
 from fusecheck.errors import CheckpointError, SystemFailure, UsageError
 from fusecheck.exact import Finding, Slice, compare, pair, slices_by_manifest
 from fusecheck.hub import resolve
@@ -268,7 +268,7 @@ def _side_findings(out: Checkpoint, source: Checkpoint, wanted: dict[str, int]) 
     for path, size in wanted.items():
         if path not in present:
             yield Finding("side file is missing", path)
-        elif present[path] != size or not out.files.same(path, source.files):
+        elif present[path] != size or not same_bytes(out.files, (path, 0), source.files, (path, 0), size):
             yield Finding("side file differs from the source's", path)
 
 

@@ -1,0 +1,273 @@
+"""What a run will write, decided as a whole before the first byte; its manifest; whether it stands there already."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import fusecheck
+from fusecheck.checkpoint import INDEX, Checkpoint, same_bytes
+from fusecheck.config import CONFIG
+from fusecheck.digest import digest_over
+from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure
+from fusecheck.execute import Written, execute
+from fusecheck.hub import shard_groups
+from fusecheck.manifest import (
+    DroppedTensor,
+    FileEntry,
+    Manifest,
+    OutputFile,
+    PartEntry,
+    Provenance,
+    SourceShard,
+    TensorEntry,
+    from_text,
+    to_text,
+)
+from fusecheck.mapping import LAYOUT
+from fusecheck.model import Model, survey
+from fusecheck.plan import (
+    OutputTensor,
+    Piece,
+    PlannedFile,
+    PlannedShard,
+    by_source_shard,
+    index_text,
+    merge_metadata,
+    output_tensors,
+    plan_shards,
+)
+from fusecheck.publish import write_file
+from fusecheck.sidefiles import CHECKSUMS, MANIFEST
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total), from any thread, one call at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What decides the bytes of OUT beside the source; recorded in the manifest."""
+
+    max_shard_size: str | None = None
+    checksums: bool = False
+    drop_tied_lm_head: bool = False
+    keep_split: bool = False
+
+    def chosen(self) -> dict[str, object]:
+        """Those that differ from the default."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything that is decided before the first byte is written."""
+
+    checkpoint: Checkpoint
+    options: Options
+    model: Model
+    dropped: dict[str, DroppedTensor]
+    shards: tuple[PlannedShard, ...]
+    metadata: dict[str, str]
+    files: tuple[PlannedFile, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files but the manifest and the checksums."""
+        return sum(file.size for file in self.files)
+
+
+def decide(checkpoint: Checkpoint, options: Options) -> Job:
+    """Survey, plan, lay out. CheckpointError where the checkpoint cannot be fused as it is asked."""
+    model = survey(checkpoint.tensors, checkpoint.config, keep_split=options.keep_split)
+    dropped = _drop_head(checkpoint, model) if options.drop_tied_lm_head else {}
+    outputs = [output for output in output_tensors(checkpoint.tensors, model) if output.name not in dropped]
+    metadata, lost_keys = merge_metadata([shard.metadata for shard in checkpoint.shards], fusecheck.__version__)
+    shards = plan_shards(_grouping(outputs, options), metadata)
+    files = [shard.file for shard in shards]
+    if len(shards) > 1:
+        files.append(PlannedFile(INDEX, index_text(shards, checkpoint.index_metadata), ()))
+    files.append(PlannedFile(CONFIG, checkpoint.config_text, ()))
+    files += [PlannedFile(side.path, b"", _whole(side.path, side.size)) for side in checkpoint.side_files]
+    warnings = [*checkpoint.warnings, *model.warnings]
+    warnings += [f"left split: {left.reason}" for left in model.left_split]
+    if lost_keys:
+        warnings.append(f"__metadata__ keys on which the shards disagree are dropped: {', '.join(lost_keys)}")
+    return Job(checkpoint, options, model, dropped, shards, metadata, tuple(files), tuple(warnings))
+
+
+def _grouping(outputs: Sequence[OutputTensor], options: Options) -> list[list[OutputTensor]]:
+    if options.max_shard_size is None:
+        return by_source_shard(outputs)
+    by_name = {output.name: output for output in outputs}
+    groups = shard_groups({output.name: output.nbytes for output in outputs}, options.max_shard_size)
+    return [[by_name[name] for name in group] for group in groups]
+
+
+def _whole(path: str, size: int) -> tuple[Piece, ...]:
+    return (Piece(path, 0, size),) if size else ()
+
+
+def _drop_head(checkpoint: Checkpoint, model: Model) -> dict[str, DroppedTensor]:
+    """The tied output embedding, once its bytes are proven to be the embedding's."""
+    if model.head is None:
+        return {}
+    head = checkpoint.tensors[model.head]
+    if not checkpoint.config.tie_word_embeddings:
+        raise CheckpointError("cannot be dropped: tie_word_embeddings is false", file=head.shard, tensor=head.name)
+    if model.embedding is None:
+        raise CheckpointError(
+            "cannot be dropped: there is no embed_tokens beside it", file=head.shard, tensor=head.name
+        )
+    twin = checkpoint.tensors[model.embedding]
+    at, twin_at = (head.shard, head.start), (twin.shard, twin.start)
+    files = checkpoint.files
+    if head.dtype != twin.dtype or not same_bytes(files, at, files, twin_at, head.nbytes):
+        raise CheckpointError("cannot be dropped: it differs from the embedding", file=head.shard, tensor=head.name)
+    return {head.name: DroppedTensor(head.shard, twin.name)}
+
+
+def carry_out(
+    job: Job, folder: Path, provenance: Provenance, *, threads: int, on_progress: Progress | None
+) -> Manifest:
+    """Write every file of the job below `folder`, fsynced, the manifest and the checksums last."""
+    written = _write(job, folder, threads=threads, on_progress=on_progress)
+    job.checkpoint.files.check_unchanged()
+    manifest = _manifest(job, written, provenance)
+    write_file(folder / MANIFEST, to_text(manifest))
+    if job.options.checksums:
+        write_file(folder / CHECKSUMS, _checksums(folder, [*(file.path for file in job.files), MANIFEST]))
+    return manifest
+
+
+def _checksums(folder: Path, paths: Sequence[str]) -> bytes:
+    """For `sha256sum -c`; SHA-256 is also what the hub's LFS knows a file by."""
+    lines = []
+    for path in sorted(paths):
+        try:
+            with (folder / path).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise SystemFailure.from_os(error, path, "read back") from None
+        # a backslash before the digest announces the escapes that sha256sum itself writes and reads
+        name = path.replace("\\", "\\\\")
+        lines.append(f"{chr(92) if name != path else ''}{digest}  {name}\n")
+    return "".join(lines).encode()
+
+
+def _write(job: Job, folder: Path, *, threads: int, on_progress: Progress | None) -> tuple[Written, ...]:
+    total, done = job.size, 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return execute(job.files, job.checkpoint.files, folder, threads=threads, on_bytes=on_bytes)
+
+
+def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> Manifest:
+    made = {file.path: (file, digests) for file, digests in zip(job.files, written, strict=True)}
+    tensors: dict[str, TensorEntry] = {}
+    files: dict[str, OutputFile] = {}
+    for shard in job.shards:
+        file, digests = made[shard.file.path]
+        entries = _tensor_entries(shard.tensors, digests.pieces)
+        tensors |= entries
+        files[file.path] = OutputFile(file.size, digests.head, digest_over(entry.digest for entry in entries.values()))
+    checkpoint = job.checkpoint
+    return Manifest(
+        fusecheck_version=fusecheck.__version__,
+        layout=LAYOUT,
+        provenance=provenance,
+        options=job.options.chosen(),
+        source_shards=_source_shards(checkpoint),
+        source_index=checkpoint.index_metadata,
+        files=files,
+        tensors=tensors,
+        dropped=job.dropped,
+        left_split={left.fused: left.reason for left in job.model.left_split},
+        config=FileEntry(len(checkpoint.config_text), made[CONFIG][1].head),
+        side_files={
+            side.path: FileEntry(side.size, _file_digest(made[side.path][1])) for side in checkpoint.side_files
+        },
+        metadata=job.metadata,
+    )
+
+
+def _source_shards(checkpoint: Checkpoint) -> dict[str, SourceShard]:
+    return {
+        shard.name: SourceShard(shard.size, shard.header_digest or "", shard.metadata) for shard in checkpoint.shards
+    }
+
+
+def _file_digest(written: Written) -> str:
+    """Of a copied file: its one piece, or, for an empty file, its empty head."""
+    return written.pieces[0] if written.pieces else written.head
+
+
+def _tensor_entries(tensors: Sequence[OutputTensor], digests: Sequence[str]) -> dict[str, TensorEntry]:
+    entries, at = {}, 0
+    for tensor in tensors:
+        own = digests[at : at + len(tensor.sources)]
+        at += len(own)
+        if tensor.group is None:
+            entries[tensor.name] = TensorEntry(own[0], tensor.sources[0].shard)
+        else:
+            parts = tuple(
+                PartEntry(
+                    name=part.tensor.name,
+                    shard=part.tensor.shard,
+                    shard_id=part.rows.shard_id,
+                    shard_offset=part.rows.shard_offset,
+                    shard_size=part.rows.shard_size,
+                    digest=digest,
+                )
+                for part, digest in zip(tensor.group.parts, own, strict=True)
+            )
+            entries[tensor.name] = TensorEntry(digest_over(own), None, parts)
+    return entries
+
+
+def compare_heads(job: Job, manifest: Manifest) -> tuple[str, ...]:
+    """A tied model whose stored head differs from its embedding: engines use the one or the other."""
+    head, embedding = job.model.head, job.model.embedding
+    if job.dropped or head is None or embedding is None or not job.checkpoint.config.tie_word_embeddings:
+        return ()
+    one, other = job.checkpoint.tensors[head], job.checkpoint.tensors[embedding]
+    if (one.dtype, manifest.tensors[head].digest) == (other.dtype, manifest.tensors[embedding].digest):
+        return ()
+    return (f"{head} differs from {embedding} although tie_word_embeddings is true; both are kept as they are",)
+
+
+def stands_at(out: Path, job: Job) -> bool:
+    """Whether OUT is the complete result of this source, these options and this version."""
+    planned = {file.path: file for file in job.files}
+    try:
+        found = {path.relative_to(out).as_posix(): path.lstat().st_size for path in out.rglob("*") if not path.is_dir()}
+        if job.options.checksums and found.pop(CHECKSUMS, None) is None:
+            return False
+        if found.pop(MANIFEST, None) is None or found != {path: file.size for path, file in planned.items()}:
+            return False
+        manifest = from_text((out / MANIFEST).read_bytes())
+        if any(not _starts_with(out / path, file.head) for path, file in planned.items()):
+            return False
+    except (OSError, FusecheckError):
+        return False
+    files = job.checkpoint.files
+    return (
+        manifest.fusecheck_version == fusecheck.__version__
+        and manifest.options == job.options.chosen()
+        and manifest.source_shards == _source_shards(job.checkpoint)
+        and manifest.source_index == job.checkpoint.index_metadata
+        and {path: entry.digest for path, entry in manifest.side_files.items()}
+        == {side.path: files.digest(side.path) for side in job.checkpoint.side_files}
+    )
+
+
+def _starts_with(path: Path, head: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(head)) == head
