@@ -1,3 +1,18 @@
 """Fuses the split projections of a Hugging Face checkpoint offline, and proves that nothing changed."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+__all__ = ["load_model"]
+
+if TYPE_CHECKING:
+    from fusecheck.engines.nano_vllm import load_model
+else:
+    _PLACES = {"load_model": "fusecheck.engines.nano_vllm"}
+
+    def __getattr__(name: str) -> object:
+        """Public names, imported when first used: some need torch, and a copy of files must not pay for that."""
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=__name__)
+        return getattr(import_module(_PLACES[name]), name)

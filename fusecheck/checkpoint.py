@@ -429,7 +429,7 @@ def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
         )
     if present:
         return CheckpointError(
-            f"is the only weight file, under a name that no engine looks for, and there is no {INDEX}",
+            f"has a name that no engine looks for, and there is no {INDEX}",
             file=", ".join(sorted(present)),
             remedy=f"rename it to {SINGLE} if it is the whole model",
         )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from fusecheck import __version__
 from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, UsageError
-from fusecheck.publish import signals_as_exceptions
+from fusecheck.publish import replace_file, signals_as_exceptions
 from fusecheck.render import Screen, discard, error_fields, prepare_streams, to_json
 
 EPILOG = (
@@ -34,6 +36,12 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors and the verdict.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: what was left out, and why.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar or lines.")]
+
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random hidden states.")]
+ReportFile = Annotated[
+    str | None, typer.Option("--report", metavar="FILE.html", help="Write the whole report there, as one HTML page.")
+]
 
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Follow side-file links out of the folder.")]
 MaxHeaderSize = Annotated[str, typer.Option("--max-header-size", metavar="SIZE", help="Largest header that is read.")]
@@ -138,8 +146,9 @@ def verify(
         list[int] | None,
         typer.Option("--layer", help="Layer for probe and numeric; repeatable. Default: first, middle, last."),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random hidden states.")] = 0,
+    device: Device = "auto",
+    seed: Seed = 0,
+    report_file: ReportFile = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -156,12 +165,63 @@ def verify(
         report = operation(
             out, source=source, layers=layer or (), device=device, seed=seed, on_progress=phase("verifying")
         )
+    if not as_json:
+        screen.verify(report)
+    if report_file is not None:  # before the JSON document: one that fails is the only one
+        from fusecheck.html import verify_html  # noqa: PLC0415
+
+        _write_report(report_file, verify_html(report), failed=report.verdict != "equal")
     if as_json:
         screen.result(to_json(report.verdict, report))
-    else:
-        screen.verify(report)
     if report.verdict != "equal":
         raise typer.Exit(1)
+
+
+@app.command(epilog=EPILOG)
+def bench(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint folder.")],
+    *,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="SRC", help="The split checkpoint; default: what OUT's manifest names."),
+    ] = None,
+    device: Device = "auto",
+    layer: Annotated[int, typer.Option("--layer", min=0, help="The layer whose projections are measured.")] = 0,
+    seed: Seed = 0,
+    report_file: ReportFile = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Measure what fusing buys on this device: latency, launches, hidden-state reads, load time.
+
+    Says so where it gains nothing beyond the noise.
+    """
+    from fusecheck.operations.bench import bench as operation  # noqa: PLC0415
+
+    screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
+    with screen.progress(steps=True) as phase:
+        report = operation(out, source=source, device=device, layer=layer, seed=seed, on_progress=phase("measuring"))
+    if not as_json:
+        screen.bench(report)
+    if report_file is not None:
+        from fusecheck.html import bench_html  # noqa: PLC0415
+
+        _write_report(report_file, bench_html(report))
+    if as_json:
+        screen.result(to_json(report.verdict, report))
+
+
+def _write_report(path: str, page: str, *, failed: bool = False) -> None:
+    """Write a page; where that fails, a run that found a difference still says so by its exit code."""
+    sys.stdout.flush()  # the page may go to stdout too
+    try:
+        replace_file(Path(path), page.encode())
+    except SystemFailure as error:
+        if not failed:
+            raise
+        Screen().error(error)
 
 
 @app.command(epilog=EPILOG)
@@ -205,6 +265,10 @@ def _run(arguments: list[str]) -> int:
             raise UsageError(error.format_message(), remedy="see --help") from None
         except typer.Abort:
             raise Interrupted(2) from None
+        except SystemExit as error:
+            if not isinstance(error.__context__, BrokenPipeError):
+                raise
+            raise error.__context__ from None  # typer answers a closed pipe with 1, which means NOT equal
     if not arguments:
         return UsageError.exit_code  # the help is shown, yet nothing was asked for
     return code if isinstance(code, int) else 0
@@ -225,7 +289,10 @@ def _guarded(action: Callable[[], int], arguments: list[str]) -> int:
     except FusecheckError as error:
         failure = error
     except OSError as error:
-        failure = SystemFailure.from_os(error, str(error.filename or "stdout"), "write")
+        if error.errno == errno.ENAMETOOLONG:
+            failure = UsageError("no file can have a name this long", file=str(error.filename))
+        else:
+            failure = SystemFailure.from_os(error, str(error.filename or "stdout"), "write")
         if error.filename is None:
             discard(1)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a bug is named and reported, never a traceback
@@ -239,14 +306,14 @@ def _guarded(action: Callable[[], int], arguments: list[str]) -> int:
 
 
 def _report_failure(failure: FusecheckError, arguments: list[str]) -> int:
-    try:
-        if "--json" in arguments and failure.exit_code != 1:
-            refused = "--dry-run" in arguments and isinstance(failure, CheckpointError)
+    if "--json" in arguments and failure.exit_code != 1:
+        refused = "--dry-run" in arguments and isinstance(failure, CheckpointError)
+        try:
             sys.stdout.write(to_json("would_refuse" if refused else "error", error_fields(failure)) + "\n")
             sys.stdout.flush()
-        Screen().error(failure)
-    except OSError:
-        discard(1)
+        except OSError:  # stderr still says it
+            discard(1)
+    Screen().error(failure)
     return failure.exit_code
 
 

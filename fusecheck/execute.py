@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusecheck.digest import Hasher, hasher
-from fusecheck.errors import SystemFailure
+from fusecheck.errors import SystemFailure, UsageError
 from fusecheck.plan import Piece, PlannedFile
 from fusecheck.reader import Reader
 
@@ -36,6 +36,8 @@ def execute(
 
     Every byte is read once and hashed as it passes. The first failure stops all workers and is raised here.
     """
+    if threads < 1:  # no worker would write nothing, and call it done
+        raise UsageError("the number of threads is below 1", found=threads)
     run = _Run(files, reader, folder, on_bytes)
     workers = [threading.Thread(target=run.work, name=f"fusecheck-{n}", daemon=True) for n in range(threads)]
     try:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import fusecheck
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
@@ -50,6 +49,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _NO_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|^[/-]|/$|//|@\{")
 """What git forbids in the name of a branch or tag."""
 _SHARD_SIZE = re.compile(r"(?P<number>[0-9]{1,15}(?:\.[0-9]{1,15})?) ?[KMGT]B", re.ASCII | re.IGNORECASE)
+_STEP = 256 * 1024
+"""Bytes of a download between two looks at whether to stop; the hub's own 10 MB times eight files last too long."""
 _INDEX = "model.safetensors.index.json"
 _REFUSED = frozenset({400, 401, 403, 404, 410, 451})
 """HTTP answers of the hub that a retry does not change."""
@@ -135,7 +136,9 @@ def check_shard_size(max_shard_size: str | int) -> None:
         valid = type(max_shard_size) is int and max_shard_size > 0
     if not valid:
         raise UsageError(
-            "--max-shard-size is no size", found=repr(max_shard_size), wanted="a number and KB, MB, GB or TB, such as 5GB"
+            "--max-shard-size is no size",
+            found=repr(max_shard_size),
+            wanted="a number and KB, MB, GB or TB, such as 5GB",
         )
 
 
@@ -146,7 +149,9 @@ def _is_folder(source: str) -> bool:
     except ValueError:
         raise UsageError("SRC is no path", found=repr(source)) from None
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG} or Path(source).is_symlink():
+        if error.errno in {errno.ELOOP, errno.ENAMETOOLONG} or (
+            error.errno == errno.ENOENT and Path(source).is_symlink()
+        ):
             raise UsageError(f"SRC cannot be followed: {error.strerror}", file=source) from None
         if error.errno in {errno.ENOENT, errno.ENOTDIR}:
             return False
@@ -213,7 +218,7 @@ def _may_need_spared(folder: Path) -> bool:
 
 @contextmanager
 def _tame_library() -> Iterator[None]:
-    """Silence what the library says on its own (its warnings hold signed URLs), and end waits that it leaves endless."""
+    """Silence what the library says on its own (its warnings hold signed URLs), end waits that it leaves endless."""
     from huggingface_hub import constants, get_session  # noqa: PLC0415 - a folder must not pay for it
     from huggingface_hub.utils import logging  # noqa: PLC0415
 
@@ -225,7 +230,8 @@ def _tame_library() -> Iterator[None]:
 
     hooks = get_session().event_hooks["request"]
     hooks.append(limit_wait)
-    before = logging.get_verbosity()
+    before, step = logging.get_verbosity(), constants.DOWNLOAD_CHUNK_SIZE
+    constants.DOWNLOAD_CHUNK_SIZE = _STEP
     if not os.environ.get("HF_HUB_VERBOSITY") and not os.environ.get("HF_DEBUG"):
         logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
@@ -233,12 +239,13 @@ def _tame_library() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        constants.DOWNLOAD_CHUNK_SIZE = step
         logging.set_verbosity(before)
         hooks.remove(limit_wait)
 
 
-class _StoppedError(Exception):
-    """Ends a download in a worker thread of the hub."""
+class _Stopped(KeyboardInterrupt):
+    """Ends a download in a worker thread of the hub, which gives up at nothing less."""
 
 
 def _bars(on_progress: Progress | None, stop: threading.Event) -> type[tqdm]:
@@ -255,7 +262,7 @@ def _bars(on_progress: Progress | None, stop: threading.Event) -> type[tqdm]:
 
         def update(self, n: float | None = 1) -> None:
             if stop.is_set():
-                raise _StoppedError
+                raise _Stopped
             with lock:
                 self.n += n or 0
                 if self._bytes and report is not None and self.total:
@@ -268,7 +275,7 @@ def _failure(error: Exception, repo_id: str, revision: str | None) -> FusecheckE
     """What a failed download means for the user: our words, and of the library's only the name of its exception."""
     from huggingface_hub import constants, errors  # noqa: PLC0415 - a folder must not pay for it
 
-    host = urlsplit(constants.ENDPOINT).netloc.rpartition("@")[2] or "the hub"
+    host = constants.ENDPOINT.partition("://")[2].partition("/")[0].rpartition("@")[2] or "the hub"
     cause = _root(error)
     if isinstance(cause, errors.HFValidationError):
         return UsageError("is no folder here, and no possible name of a repository of the hub", file=repo_id)
@@ -276,9 +283,9 @@ def _failure(error: Exception, repo_id: str, revision: str | None) -> FusecheckE
         return _answered(cause, repo_id, revision, host)
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return _offline(error, repo_id)
-    if isinstance(cause, OSError) and cause.errno is not None:
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError | TimeoutError):
         return SystemFailure.from_os(cause, str(cause.filename or repo_id), "write to the hub cache")
-    if isinstance(cause, OSError) and not isinstance(cause, errors.LocalEntryNotFoundError):
+    if type(cause) is OSError:
         return SystemFailure(f"the download from {host} was cut short", file=repo_id, remedy="run again")
     what = f"is no folder here, and the repository of that name cannot be had from {host}: {type(cause).__name__}"
     return SystemFailure(what, file=repo_id, remedy="check the network and HF_ENDPOINT, and run again")
@@ -309,7 +316,7 @@ def _answered(error: HfHubHTTPError, repo_id: str, revision: str | None, host: s
     if isinstance(error, errors.RepositoryNotFoundError):
         what = f"is neither a folder here nor a repository that {host} shows you"
         return UsageError(what, file=repo_id, remedy="check the spelling; a private one needs HF_TOKEN")
-    by_hub = str(error.request.url).startswith(f"{constants.ENDPOINT}/")
+    by_hub = str(error.response.request.url).startswith(f"{constants.ENDPOINT}/")
     if isinstance(error, errors.EntryNotFoundError) or not by_hub or code not in _REFUSED:
         whom = host if by_hub else f"the store behind {host}"
         return SystemFailure(f"cannot be downloaded: {whom} answered {code}", file=repo_id, remedy="run again later")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import fusecheck
 from fusecheck.checkpoint import INDEX, Checkpoint, same_bytes
@@ -247,7 +248,11 @@ def stands_at(out: Path, job: Job) -> bool:
     """Whether OUT is the complete result of this source, these options and this version."""
     planned = {file.path: file for file in job.files}
     try:
-        found = {path.relative_to(out).as_posix(): path.lstat().st_size for path in out.rglob("*") if not path.is_dir()}
+        entries = {path.relative_to(out).as_posix(): path.lstat() for path in out.rglob("*")}
+        folders = {path for path, status in entries.items() if stat.S_ISDIR(status.st_mode)}
+        found = {path: status.st_size for path, status in entries.items() if stat.S_ISREG(status.st_mode)}
+        if len(found) + len(folders) != len(entries) or folders != _folders(planned):
+            return False  # a link or a folder that this run would not have made
         if job.options.checksums and found.pop(CHECKSUMS, None) is None:
             return False
         if found.pop(MANIFEST, None) is None or found != {path: file.size for path, file in planned.items()}:
@@ -266,6 +271,10 @@ def stands_at(out: Path, job: Job) -> bool:
         and {path: entry.digest for path, entry in manifest.side_files.items()}
         == {side.path: files.digest(side.path) for side in job.checkpoint.side_files}
     )
+
+
+def _folders(paths: Iterable[str]) -> set[str]:
+    return {parent.as_posix() for path in paths for parent in PurePosixPath(path).parents} - {"."}
 
 
 def _starts_with(path: Path, head: bytes) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from fusecheck.errors import CheckpointError, SystemFailure
 from fusecheck.header import strict_json
@@ -134,8 +134,8 @@ def to_text(manifest: Manifest) -> bytes:
 def from_text(blob: bytes) -> Manifest:
     """Read a manifest back. CheckpointError where it is malformed or of another schema."""
     value = strict_json(blob, file=MANIFEST)
-    if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
-        found = value.get("schema_version") if isinstance(value, dict) else type(value).__name__
+    found = value.get("schema_version") if isinstance(value, dict) else type(value).__name__
+    if not isinstance(value, dict) or type(found) is not int or found != SCHEMA_VERSION:
         raise CheckpointError(
             "is no manifest of a known schema", file=MANIFEST, found=found, wanted=f"schema_version {SCHEMA_VERSION}"
         )
@@ -176,12 +176,12 @@ def _manifest(value: dict[str, object]) -> Manifest:
     return Manifest(
         fusecheck_version=_text(value, "fusecheck_version"),
         layout=_text(value, "layout"),
-        provenance=Provenance(
-            **{key: None if item is None else str(item) for key, item in _table(value, "provenance").items()}
-        ),
+        provenance=Provenance(**_texts({k: v for k, v in _table(value, "provenance").items() if v is not None})),
         options=_table(value, "options"),
         source_shards={
-            name: SourceShard(_count(row, "size"), _digest(row), cast("Mapping[str, str] | None", row["metadata"]))
+            name: SourceShard(
+                _count(row, "size"), _digest(row), None if row["metadata"] is None else _texts(_table(row, "metadata"))
+            )
             for name, row in _rows(value, "source_shards")
         },
         source_index=None if value["source_index"] is None else _table(value, "source_index"),
@@ -193,12 +193,12 @@ def _manifest(value: dict[str, object]) -> Manifest:
         dropped={
             name: DroppedTensor(_text(row, "shard"), _text(row, "same_as")) for name, row in _rows(value, "dropped")
         },
-        left_split={key: str(item) for key, item in _table(value, "left_split").items()},
+        left_split=_texts(_table(value, "left_split")),
         config=FileEntry(_count(config, "size"), _digest(config, "digest")),
         side_files={
             name: FileEntry(_count(row, "size"), _digest(row, "digest")) for name, row in _rows(value, "side_files")
         },
-        metadata={key: str(item) for key, item in _table(value, "metadata").items()},
+        metadata=_texts(_table(value, "metadata")),
     )
 
 
@@ -215,7 +215,7 @@ def _part_entry(part: dict[str, object]) -> PartEntry:
     return PartEntry(
         name=_text(part, "name"),
         shard=_text(part, "shard"),
-        shard_id=cast("ShardId", part["shard_id"]),
+        shard_id=_shard_id(part["shard_id"]),
         shard_offset=_count(part, "shard_offset"),
         shard_size=_count(part, "shard_size"),
         digest=_digest(part, "digest"),
@@ -232,6 +232,17 @@ def _table(value: dict[str, object], key: str) -> dict[str, object]:
 def _rows(value: dict[str, object], key: str) -> Iterable[tuple[str, dict[str, object]]]:
     table = _table(value, key)
     return ((name, _table(table, name)) for name in table)
+
+
+def _texts(table: dict[str, object]) -> dict[str, str]:
+    return {key: _text(table, key) for key in table}
+
+
+def _shard_id(value: object) -> ShardId:
+    for known in get_args(ShardId):
+        if type(value) is type(known) and value == known:  # True is no 1
+            return cast("ShardId", known)
+    raise ValueError(value)
 
 
 def _text(value: dict[str, object], key: str) -> str:

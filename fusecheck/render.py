@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from fusecheck.engines.table import engines_line
 from fusecheck.errors import FusecheckError, printable, shown
+from fusecheck.html import duration
 
 if TYPE_CHECKING:
     from fusecheck.exact import Finding
+    from fusecheck.operations.bench import BenchReport, Case, LoadBench, ProjectionBench
     from fusecheck.operations.fuse import FuseReport
     from fusecheck.operations.inspect import InspectReport, ProjectionForm
     from fusecheck.operations.verify import VerifyReport
@@ -41,7 +52,17 @@ _FINDINGS_SHOWN = 10
 def to_json(verdict: str, value: object) -> str:
     """One JSON document: schema_version, verdict, then the fields of a report or of an error. Plain ASCII."""
     fields = asdict(value) if is_dataclass(value) and not isinstance(value, type) else dict(value)  # type: ignore[call-overload]
-    return json.dumps({"schema_version": SCHEMA_VERSION, "verdict": verdict, **fields}, indent=2)
+    document = _finite({"schema_version": SCHEMA_VERSION, "verdict": verdict, **fields})
+    return json.dumps(document, indent=2, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    """NaN and the infinities as strings ("NaN", "Infinity", "-Infinity"), since JSON has no such numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def error_fields(error: FusecheckError) -> dict[str, object]:
@@ -97,26 +118,35 @@ class Screen:
         self._say("error", str(error), "bold red")
 
     def _say(self, label: str, text: str, style: str) -> None:
-        with suppress(OSError):  # a full stderr changes no result
-            self._err.print(Text.assemble((f"{label}: ", style), printable(text)))
+        self._tell(Text.assemble((f"{label}: ", style), printable(text)))
+
+    def _tell(self, line: Text) -> None:
+        try:
+            self._err.print(line)
+        except OSError:  # a full stderr changes no result, and must not change the exit code when Python flushes it
+            self._err.quiet = True
+            discard(sys.stderr.fileno())
 
     @contextmanager
-    def progress(self) -> Iterator[Phase]:
-        """Gives a callback per phase: a bar on a terminal; elsewhere a line every 10 % or 30 s; None when quiet."""
+    def progress(self, *, steps: bool = False) -> Iterator[Phase]:
+        """Gives a callback per phase: a bar on a terminal; elsewhere a line every 10 % or 30 s; None when quiet.
+
+        What is counted are bytes, or `steps`.
+        """
         if not self._progress:
             yield lambda _: None
-        elif self._err.is_terminal and not self._err.is_dumb_terminal:
-            with self._bar() as bar:
+        elif sys.stderr.isatty() and not self._err.is_dumb_terminal and not os.environ.get("CI"):
+            with self._bar(steps=steps) as bar:
                 yield lambda doing: _task(bar, doing)
         else:
-            yield lambda doing: _Lines(doing, self._err).update
+            yield lambda doing: _Lines(doing, self._tell, steps=steps).update
 
-    def _bar(self) -> Progress:
+    def _bar(self, *, steps: bool) -> Progress:
+        counted = (MofNCompleteColumn(),) if steps else (DownloadColumn(), TransferSpeedColumn())
         return Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            *counted,
             TimeRemainingColumn(),
             console=self._err,
             transient=True,
@@ -151,6 +181,15 @@ class Screen:
         for line in verify_lines(report, quiet=self.quiet):
             self.result(line)
 
+    def bench(self, report: BenchReport) -> None:
+        """What bench measured: a table per projection on stdout, then the result in words."""
+        for note in report.notes:
+            self.note(note)
+        for projection in () if self.quiet else report.projections:
+            self._out.print(bench_table(projection))
+        for line in bench_lines(report, quiet=self.quiet, verbose=self.verbose):
+            self.result(line)
+
     def _warnings(self, warnings: tuple[str, ...]) -> None:
         for warning in warnings:
             self.warn(warning)
@@ -165,9 +204,10 @@ def _task(bar: Progress, doing: str) -> Callable[[int, int], None]:
 class _Lines:
     """Progress as plain lines."""
 
-    def __init__(self, doing: str, console: Console) -> None:
+    def __init__(self, doing: str, tell: Callable[[Text], None], *, steps: bool = False) -> None:
+        self._steps = steps
         self._doing = doing
-        self._console = console
+        self._tell = tell
         self._last = self._began = time.monotonic()
         self._share = 0.0
 
@@ -177,8 +217,8 @@ class _Lines:
         if now - self._last >= _LINE_SECONDS or (share - self._share >= _LINE_SHARE and now - self._last >= 1):
             rate = done / (now - self._began) if now > self._began else 0.0
             line = f"{self._doing}: {share:.0%}, {decimal(done)} of {decimal(total)}, {decimal(int(rate))}/s"
-            with suppress(OSError):
-                self._console.print(line, markup=False)
+            line = f"{self._doing}: {done} of {total}" if self._steps else line
+            self._tell(Text(line))
             self._last, self._share = now, share
 
 
@@ -299,6 +339,47 @@ def verify_lines(report: VerifyReport, *, quiet: bool) -> Iterator[str]:
     yield f"{report.verdict.replace('_', ' ').upper()}: {shown(report.out)}" + (
         f" (proved: {', '.join(report.proved)})" if report.verdict == "equal" else ""
     )
+
+
+def bench_table(projection: ProjectionBench) -> Table:
+    """One row per size of hidden states: medians, launches, and whether fusing gains beyond the noise."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    name = printable(projection.tensor.rpartition(".")[0].rpartition(".")[2])
+    for heading in (name, "separate", "fused", "fused is", "launches", "hidden states read"):
+        table.add_column(heading, no_wrap=heading != "hidden states read")
+    for case in projection.cases:
+        rows = _count(case.batch, "row") + ("" if case.mode == "eager" else ", graph")
+        table.add_row(
+            f"{case.phase} {rows}",
+            duration(case.separate.median),
+            duration(case.fused.median),
+            _outcome(case),
+            f"{case.launches.separate_total} -> {case.launches.fused_total}",
+            f"{decimal(case.hidden_bytes_separate)} -> {decimal(case.hidden_bytes_fused)}",
+        )
+    return table
+
+
+def _outcome(measured: Case | LoadBench) -> Text:
+    style = {"faster": "green", "slower": "yellow"}.get(measured.outcome, "dim")
+    return Text.assemble((measured.outcome, style), f" ({measured.ratio:.2f} x, noise {measured.noise:.0%})")
+
+
+def bench_lines(report: BenchReport, *, quiet: bool, verbose: bool) -> Iterator[str]:
+    """Everything below the tables: load time, the device, the result in words."""
+    if not quiet:
+        yield f"launches are {report.counted}, as torch.profiler counts them"
+        if report.load is not None:
+            load = report.load
+            yield (
+                f"load     {load.split_tensors} split tensors {duration(load.split.median)}, {load.fused_tensors} fused"
+                f" {duration(load.fused.median)}: {decimal(load.bytes)}, {_count(load.layers, 'layer')}"
+            )
+        yield f"device   {printable(report.device)}; {printable(report.device_note)}; {_count(report.threads, 'thread')}"
+    for line in report.method if verbose else ():
+        yield f"method   {line}"
+    for line in report.summary:
+        yield f"MEASURED {printable(line)}"
 
 
 def finding_text(finding: Finding) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fusecheck import digest
+from fusecheck import __version__, digest
 from fusecheck.checkpoint import Checkpoint, open_checkpoint, same_bytes
+from fusecheck.config import CONFIG
 from fusecheck.errors import CheckpointError, SystemFailure, UsageError
 from fusecheck.exact import Finding, Slice, compare, pair, slices_by_manifest
 from fusecheck.hub import resolve
@@ -63,6 +66,10 @@ class VerifyReport:
     device: str | None
     device_note: str | None
     seed: int
+    digests: tuple[tuple[str, str], ...]
+    """File of OUT -> its BLAKE3 as the manifest records it; of a weight file that over its tensors' digests."""
+    versions: tuple[tuple[str, str], ...]
+    """Package -> version of what ran."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -104,7 +111,7 @@ def verify(
         exact = _exact(opened, origin, manifest, evidence, on_progress)
         model = _survey(opened, evidence) if opened is not None else None
         checked = _project(opened, origin, manifest, model, tuple(layers), device, seed, evidence)
-        return _conclude(folder, origin, exact, checked, seed, evidence)
+        return _conclude(folder, origin, manifest, exact, checked, seed, evidence)
 
 
 def _read_out(folder: Path, evidence: _Evidence) -> tuple[Manifest | None, Checkpoint | None]:
@@ -310,6 +317,7 @@ def _project(
 def _conclude(
     folder: Path,
     source: Checkpoint | None,
+    manifest: Manifest | None,
     exact: ExactReport,
     checked: tuple[tuple[int, ...], tuple[ProjectionCheck, ...], str | None, str | None],
     seed: int,
@@ -345,6 +353,22 @@ def _conclude(
         device=device,
         device_note=note,
         seed=seed,
+        digests=_digests(manifest) if manifest is not None else (),
+        versions=_versions(),
         notes=tuple(evidence.notes),
         warnings=tuple(evidence.warnings),
     )
+
+
+def _digests(manifest: Manifest) -> tuple[tuple[str, str], ...]:
+    weights = {name: entry.digest for name, entry in manifest.files.items()}
+    sides = {name: entry.digest for name, entry in manifest.side_files.items()}
+    return (*sorted(weights.items()), (CONFIG, manifest.config.digest), *sorted(sides.items()))
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = [("fusecheck", __version__), ("python", platform.python_version())]
+    for package in ("torch", "safetensors", "blake3"):
+        with suppress(PackageNotFoundError):
+            found.append((package, version(package)))
+    return tuple(found)

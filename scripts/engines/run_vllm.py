@@ -1,0 +1,106 @@
+"""Put checkpoints through vLLM, one after another in one process: run_vllm.py JOBS.json RESULTS.jsonl, in vLLM's venv.
+
+JOBS.json maps names to folders. The first line of RESULTS.jsonl says what ran, each further line what one checkpoint gave;
+a line is there as soon as its checkpoint is done, so that a crash of the engine loses no earlier one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+PROMPT_LENGTHS = (5, 17, 48)
+NEW_TOKENS = 24
+LOGPROBS = 20  # vLLM's default limit
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine stays in this process
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled: a model loads in seconds
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else threads are pinned to cores that others use too
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+os.environ.update(SETTINGS)  # vLLM reads them while it is imported
+
+import torch  # noqa: E402
+from vllm import LLM, SamplingParams  # type: ignore[import-not-found] # noqa: E402 - there is no vLLM in the dev venv
+from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found] # noqa: E402
+
+
+def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
+    """Drawn token ids, the same in every run; no tokenizer is needed."""
+    draws = random.Random(0)  # noqa: S311 - for repeating, not for secrets
+    return [{"prompt_token_ids": draws.choices(range(vocabulary), k=length)} for length in PROMPT_LENGTHS]
+
+
+def exactly(position: dict[int, Any] | None) -> list[list[object]]:
+    """The logprobs at one position, each as the hexadecimal digits of its float: equal text is equal bits, NaN too."""
+    return sorted([token, entry.logprob.hex()] for token, entry in (position or {}).items())
+
+
+def through_vllm(folder: Path) -> dict[str, object]:
+    """Load one checkpoint and generate greedily."""
+    began = time.perf_counter()
+    engine = LLM(
+        model=str(folder),
+        dtype="bfloat16",
+        seed=0,
+        max_model_len=128,
+        max_num_seqs=len(PROMPT_LENGTHS),
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+    )
+    loaded = time.perf_counter()
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=LOGPROBS,
+        prompt_logprobs=LOGPROBS,
+    )
+    vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    outputs = engine.generate(prompts(vocabulary), sampling, use_tqdm=False)
+    positions = [[*output.prompt_logprobs, *output.outputs[0].logprobs] for output in outputs]
+    return {
+        "load_seconds": loaded - began,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [[exactly(position) for position in prompt] for prompt in positions],
+    }
+
+
+def attempt(folder: Path) -> dict[str, object]:
+    """What the engine gave, or its error: that one checkpoint is refused is a result."""
+    try:
+        return through_vllm(folder)
+    except Exception as error:  # noqa: BLE001 - whatever a foreign engine raises
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    """All jobs in their order."""
+    jobs, results = map(Path, sys.argv[1:])
+    what = {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "safetensors")}
+    with results.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"versions": what, "cpu": torch.backends.cpu.get_cpu_capability()}) + "\n")
+        for name, folder in json.loads(jobs.read_text(encoding="utf-8")).items():
+            print(f"=== {name}", flush=True)
+            file.write(json.dumps({"name": name, **attempt(Path(folder))}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
