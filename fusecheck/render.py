@@ -356,7 +356,7 @@ def prepare_streams() -> None:
 
     Descriptors 0 to 2 are filled first: an output file that took number 1 would get what is printed.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w")

@@ -159,7 +159,7 @@ def _open_source(
 def _survey(opened: Checkpoint, evidence: _Evidence) -> Model | None:
     """Completeness against config.json, which no engine checks."""
     try:
-        model = survey(opened.tensors, opened.config)
+        model = survey(opened.tensors, opened.config, opened.peek, keep_split=True)
     except CheckpointError as error:
         evidence.findings.append(_finding(error))
         return None
@@ -282,7 +282,7 @@ def _project(
     seed: int,
     evidence: _Evidence,
 ) -> tuple[tuple[int, ...], tuple[ProjectionCheck, ...], str | None, str | None]:
-    """probe and numeric, where torch is there and OUT is a model."""
+    """Probe and numeric, where torch is there and OUT is a model."""
     if out is not None:
         count = out.config.num_hidden_layers
         if any(not 0 <= layer < count for layer in layers):
@@ -293,8 +293,8 @@ def _project(
             raise SystemFailure(f"--device {device} needs torch, which is missing", remedy="pip install torch")
         evidence.warnings.append("probe and numeric not run: torch is not installed; exact needs none")
         return layers, (), None, None
-    from fusecheck.projections import check_projections  # noqa: PLC0415 - torch costs seconds and 200 MB
     from fusecheck.numeric import describe, pick_device  # noqa: PLC0415
+    from fusecheck.projections import check_projections  # noqa: PLC0415 - torch costs seconds and 200 MB
 
     chosen = pick_device(device)
     about = describe(chosen)
