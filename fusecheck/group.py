@@ -194,7 +194,7 @@ def _ignored(slot: Slot) -> bool:
             tensor=modules[ignored.index(True)],
             wanted=", ".join(modules),
         )
-    return all(ignored) or quantisation.ignores(f"{slot.base}{slot.packing.fused}")
+    return all(ignored)
 
 
 def _check_bias(slot: Slot, linears: list[Linear], method: str) -> None:

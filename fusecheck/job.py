@@ -44,7 +44,7 @@ from fusecheck.plan import (
     plan_shards,
 )
 from fusecheck.publish import write_file
-from fusecheck.quantisation import Join, gptq_modules
+from fusecheck.quantisation import MODULES, Join, gptq_modules
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 
 Progress = Callable[[int, int], None]
@@ -124,9 +124,9 @@ def _config_text(checkpoint: Checkpoint, model: Model) -> bytes:
         return checkpoint.config_text
     config = strict_json(checkpoint.config_text, file=CONFIG, constants=True)
     declared = config.get("quantization_config") if isinstance(config, dict) else None
-    if not isinstance(declared, dict) or declared.get("modules_in_block_to_quantize"):
+    if not isinstance(declared, dict) or declared.get(MODULES):
         return checkpoint.config_text
-    declared["modules_in_block_to_quantize"] = gptq_modules(model.quantised, model.prefix)
+    declared[MODULES] = gptq_modules(model.quantised, model.prefix)
     return (json.dumps(config, indent=2) + "\n").encode()
 
 

@@ -173,6 +173,9 @@ class Quantisation:
 
 NONE = Quantisation("none")
 
+MODULES = "modules_in_block_to_quantize"
+"""The key under which GPTQ lists what it quantised."""
+
 
 def solve(method: str, shapes: Mapping[str, tuple[int, ...]], rows: int, in_features: int) -> Packing32:
     """Bits and group size as the shapes of one stored Linear imply them."""
@@ -318,7 +321,7 @@ def _ignored(value: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _targets(value: Mapping[str, object], groups: object) -> tuple[str, ...]:
-    nested = value.get("modules_in_block_to_quantize")
+    nested = value.get(MODULES)
     if isinstance(nested, list):
         return tuple(
             name for block in nested for name in (_strings(block) if isinstance(block, list) else _strings([block]))
