@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Self
 
 from fusecheck import digest
-from fusecheck.config import CONFIG, ModelConfig, parse_config
-from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
+from fusecheck.config import CONFIG, HF_QUANT_CONFIG, ModelConfig, parse_config
+from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UnsupportedCheckpoint, UsageError
 from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES, Header, TensorInfo, parse_header, strict_json
 from fusecheck.reader import Reader
 from fusecheck.sidefiles import LeftOut, SideFile, survey_side_files
@@ -27,6 +27,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """Largest index or config that is read."""
+
+MAX_PEEK_BYTES = 64 * 1024 * 1024
+"""Largest tensor (g_idx) of which one copy may have to serve several parts."""
 
 MAX_OPEN = 256
 """Files of one checkpoint held open at once; those beyond are opened for each read and checked to be the same."""
@@ -233,7 +236,22 @@ class Checkpoint:
     @cached_property
     def config(self) -> ModelConfig:
         """The dimensions. CheckpointError where config.json is malformed or of an unsupported model."""
-        return parse_config(self.config_text)
+        return parse_config(self.config_text, self._beside())
+
+    def _beside(self) -> bytes | None:
+        """hf_quant_config.json counts as config."""
+        found = any(side.path == HF_QUANT_CONFIG for side in self.side_files)
+        return self.files.read(HF_QUANT_CONFIG, MAX_JSON_BYTES) if found else None
+
+    def peek(self, tensor: TensorInfo) -> bytes:
+        """All bytes of a small tensor. UnsupportedCheckpoint where it is none."""
+        if tensor.nbytes > MAX_PEEK_BYTES:
+            raise UnsupportedCheckpoint(
+                "is too large to be compared before fusing", file=tensor.shard, tensor=tensor.name, found=tensor.form
+            )
+        data = bytearray(tensor.nbytes)
+        self.files.read_into(tensor.shard, tensor.start, memoryview(data))
+        return bytes(data)
 
     def __enter__(self) -> Self:
         return self

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fusecheck.errors import CheckpointError, UnsupportedCheckpoint, shown
+from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.header import strict_json
-from fusecheck.mapping import FAMILIES, Family, Packing, ShardRows, shard_rows
+from fusecheck.mapping import (
+    FAMILIES,
+    GATE_UP,
+    QKV,
+    SHARED_EXPERT,
+    Family,
+    Packing,
+    ShardRows,
+    Size,
+    expert_packing,
+    rows_of,
+)
+from fusecheck.quantisation import Quantisation, declared
 
 CONFIG = "config.json"
 MAX_DIMENSION = 2**31 - 1
 """Largest number that a config may give; engines hold them in 32 bits."""
 
-_QUANTISED = ("quantization_config", "quantization", "compression_config")
+HF_QUANT_CONFIG = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,51 +42,140 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    mlp_bias: bool
+    num_experts: int
+    """0 where every MLP is dense."""
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    mlp_only_layers: frozenset[int]
+    decoder_sparse_step: int
+    quantisation: Quantisation
     runs_code: bool
     """`auto_map` names code of the checkpoint; it is copied, never run."""
 
     def rows(self, packing: Packing) -> tuple[ShardRows, ...]:
-        """The rows of each part of one packing, by this model's dimensions."""
-        return shard_rows(
-            packing,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-        )
+        """The rows of each part of one packing's weight, by this model's dimensions."""
+        kv = self.num_key_value_heads * self.head_dim
+        sizes: dict[Size, tuple[int, ...]] = {
+            "heads": (self.num_attention_heads * self.head_dim, kv, kv),
+            "mlp": (self.intermediate_size,) * 2,
+            "expert": (self.moe_intermediate_size,) * 2,
+            "shared": (self.shared_expert_intermediate_size,) * 2,
+        }
+        return rows_of(packing, sizes)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        if not self.num_experts or layer in self.mlp_only_layers:
+            return False
+        return (layer + 1) % self.decoder_sparse_step == 0
+
+    def packings(self, layer: int) -> Iterator[Packing]:
+        """The packings that a layer may have, lazily: num_experts is foreign. SHARED_EXPERT is optional."""
+        yield QKV
+        if self.is_sparse(layer):
+            yield from map(expert_packing, range(self.num_experts))
+            yield SHARED_EXPERT
+        else:
+            yield GATE_UP
 
 
-def parse_config(blob: bytes) -> ModelConfig:
-    """Check config.json and take what is needed. CheckpointError where it is malformed, contradictory or unsupported."""
-    config = strict_json(blob, file=CONFIG, constants=True)
-    if not isinstance(config, dict):
-        raise CheckpointError("is not a JSON object", file=CONFIG, found=type(config).__name__)
+def parse_config(blob: bytes, beside: bytes | None = None) -> ModelConfig:
+    """Check config.json, and hf_quant_config.json `beside` it, and take what is needed.
+
+    CheckpointError where they are malformed or contradictory, UnsupportedCheckpoint for what cannot be fused.
+    """
+    config = _object(blob, CONFIG)
     family = _family(config)
-    _check_nested(config)
-    for key in _QUANTISED:
-        if config.get(key) is not None:
-            raise UnsupportedCheckpoint("quantised checkpoints are not supported", file=CONFIG, found=key)
-    heads = _size(config, "num_attention_heads")
-    hidden_size = _size(config, "hidden_size")
-    kv_heads = heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads")
+    quantisation = declared(config, None if beside is None else _object(beside, HF_QUANT_CONFIG), file=CONFIG)
+    text = _text_config(config, family)
+    heads = _size(text, "num_attention_heads")
+    hidden_size = _size(text, "hidden_size")
+    kv_heads = heads if text.get("num_key_value_heads") is None else _size(text, "num_key_value_heads")
     if heads % kv_heads:
         raise CheckpointError(
             "num_key_value_heads does not divide num_attention_heads", file=CONFIG, found=f"{kv_heads} and {heads}"
         )
+    sparse = family.experts and (text.get("num_experts") is not None or text.get("num_local_experts") is not None)
+    if family.experts and not sparse:
+        raise CheckpointError("num_experts is absent although the model_type has experts", file=CONFIG)
+    expert_size = _size(text, "moe_intermediate_size") if sparse else 0
+    shared = text.get("shared_expert_intermediate_size") is not None
+    bias = family.qkv_bias == "always" or (
+        family.qkv_bias == "attention_bias" and _flag(text, "attention_bias", default=False)
+    )
     return ModelConfig(
         family=family,
         hidden_size=hidden_size,
-        intermediate_size=_size(config, "intermediate_size"),
-        num_hidden_layers=_size(config, "num_hidden_layers"),
+        intermediate_size=_size(text, "intermediate_size"),
+        num_hidden_layers=_size(text, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=_head_dim(config, family, hidden_size, heads),
-        vocab_size=_size(config, "vocab_size"),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings", default=family.tied_default),
-        attention_bias=_flag(config, "attention_bias", default=False),
+        head_dim=_head_dim(text, family, hidden_size, heads),
+        vocab_size=_size(text, "vocab_size"),
+        tie_word_embeddings=_tied(config, text, family),
+        qkv_bias=bias,
+        mlp_bias=family.mlp_bias and _flag(text, "mlp_bias", default=False),
+        num_experts=_experts(text) if sparse else 0,
+        moe_intermediate_size=expert_size,
+        shared_expert_intermediate_size=_size(text, "shared_expert_intermediate_size") if shared else expert_size,
+        mlp_only_layers=_layers(text.get("mlp_only_layers")),
+        decoder_sparse_step=1 if text.get("decoder_sparse_step") is None else _size(text, "decoder_sparse_step"),
+        quantisation=quantisation,
         runs_code=config.get("auto_map") is not None,
     )
+
+
+def _object(blob: bytes, file: str) -> dict[str, object]:
+    value = strict_json(blob, file=file, constants=True)
+    if not isinstance(value, dict):
+        raise CheckpointError("is not a JSON object", file=file, found=type(value).__name__)
+    return value
+
+
+def _text_config(config: dict[str, object], family: Family) -> dict[str, object]:
+    """Where the dimensions stand."""
+    nested = config.get("text_config")
+    if nested is not None and not isinstance(nested, dict):
+        raise CheckpointError("text_config is not an object", file=CONFIG, found=type(nested).__name__)
+    if family.text_type is None:
+        for key, value in (nested or {}).items():
+            if key in config and config[key] != value:
+                raise CheckpointError(
+                    f"text_config disagrees with the top level on {key}",
+                    file=CONFIG,
+                    found=json.dumps(value),
+                    wanted=json.dumps(config[key]),
+                )
+        return config
+    if nested is None:
+        raise CheckpointError(f"text_config is absent, which {family.model_type} has", file=CONFIG)
+    if nested.get("model_type", family.text_type) != family.text_type:
+        raise UnsupportedCheckpoint(
+            "model_type of text_config is not supported",
+            file=CONFIG,
+            found=json.dumps(nested.get("model_type")),
+            wanted=family.text_type,
+        )
+    return nested
+
+
+def _tied(config: Mapping[str, object], text: Mapping[str, object], family: Family) -> bool:
+    source = config if config.get("tie_word_embeddings") is not None else text
+    return _flag(source, "tie_word_embeddings", default=family.tied_default)
+
+
+def _experts(text: Mapping[str, object]) -> int:
+    return _size(text, "num_experts" if text.get("num_experts") is not None else "num_local_experts")
+
+
+def _layers(value: object) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    if isinstance(value, list) and all(type(layer) is int for layer in value):
+        return frozenset(value)
+    raise CheckpointError("mlp_only_layers is no list of layer numbers", file=CONFIG, found=json.dumps(value))
 
 
 def _family(config: Mapping[str, object]) -> Family:
@@ -98,22 +199,6 @@ def _family(config: Mapping[str, object]) -> Family:
             wanted=f"exactly one of {', '.join(sorted(family.architectures))}",
         )
     return family
-
-
-def _check_nested(config: Mapping[str, object]) -> None:
-    nested = config.get("text_config")
-    if nested is None:
-        return
-    if not isinstance(nested, dict):
-        raise CheckpointError("text_config is not an object", file=CONFIG, found=type(nested).__name__)
-    for key, value in nested.items():
-        if key in config and config[key] != value:
-            raise CheckpointError(
-                f"text_config disagrees with the top level on {shown(key)}",
-                file=CONFIG,
-                found=json.dumps(value),
-                wanted=json.dumps(config[key]),
-            )
 
 
 def _head_dim(config: Mapping[str, object], family: Family, hidden_size: int, heads: int) -> int:

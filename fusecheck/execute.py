@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusecheck.digest import Hasher, hasher
+from fusecheck.digest import Hasher, digest_of, hasher
 from fusecheck.errors import SystemFailure, UsageError
-from fusecheck.plan import Piece, PlannedFile
+from fusecheck.plan import Block, Constant, PlannedFile, Strip, strip_bytes
 from fusecheck.reader import Reader
 
 BLOCK_BYTES = 1 << 20
@@ -23,10 +23,10 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """BLAKE3 (hex) of what one output file was made of: its head, and each of its pieces."""
+    """BLAKE3 (hex) of what one output file was made of: its head, and the blocks of each of its strips."""
 
     head: str
-    pieces: tuple[str, ...]
+    strips: tuple[tuple[str, ...], ...]
 
 
 def execute(
@@ -69,60 +69,83 @@ class _Run:
         self._on_bytes = on_bytes
         self._lock = threading.Lock()
         self._open: dict[int, int] = {}
-        self._left = [1 + len(file.pieces) for file in files]
-        self._digests = [[""] * (1 + len(file.pieces)) for file in files]
+        self._left = [1 + len(file.strips) for file in files]
+        self._digests: list[list[tuple[str, ...]]] = [[()] * (1 + len(file.strips)) for file in files]
         self._jobs = self._queue()
 
-    def _queue(self) -> Iterator[tuple[int, int, Piece | None, int]]:
+    def _queue(self) -> Iterator[tuple[int, int, Strip, int]]:
+        """(file, slot, strip, offset in the file); the head of a file is its first strip."""
         for number, file in enumerate(self._files):
-            yield number, 0, None, 0
-            at = len(file.head)
-            for slot, piece in enumerate(file.pieces, start=1):
-                yield number, slot, piece, at
-                at += piece.stop - piece.start
+            at = 0
+            for slot, strip in enumerate((Constant(file.head), *file.strips)):
+                yield number, slot, strip, at
+                at += strip_bytes(strip)
 
     def work(self) -> None:
         """Take jobs until there are none left or the run stops."""
-        buffer = memoryview(bytearray(BLOCK_BYTES))
+        buffers = _Buffers()
         try:
             while not self.stop.is_set():
                 with self._lock:
                     job = next(self._jobs, None)
                 if job is None:
                     return
-                self._do(job, buffer)
+                self._do(job, buffers)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits in execute()
             with self._lock:
                 self.failure = self.failure or error
             self.stop.set()
 
-    def _do(self, job: tuple[int, int, Piece | None, int], buffer: memoryview) -> None:
-        number, slot, piece, at = job
-        file = self._files[number]
+    def _do(self, job: tuple[int, int, Strip, int], buffers: _Buffers) -> None:
+        number, slot, strip, at = job
         descriptor = self._descriptor(number)
-        state = hasher()
         try:
-            if piece is None:
-                state.update(file.head)
-                _write(descriptor, memoryview(file.head), 0)
-                self._tell(len(file.head))
+            if isinstance(strip, Constant):
+                _write(descriptor, memoryview(strip.data), at)
+                self._tell(strip.nbytes)
+                self._digests[number][slot] = (digest_of(strip.data),)
             else:
-                self._copy(piece, descriptor, at, state, buffer)
-            self._digests[number][slot] = state.hexdigest()
+                self._digests[number][slot] = self._copy(strip, descriptor, at, buffers)
             self._finish(number)
         except OSError as error:
-            raise SystemFailure.from_os(error, file.path, "write") from None
+            raise SystemFailure.from_os(error, self._files[number].path, "write") from None
 
-    def _copy(self, piece: Piece, descriptor: int, at: int, state: Hasher, buffer: memoryview) -> None:
-        offset = piece.start
-        while offset < piece.stop and not self.stop.is_set():
-            block = buffer[: min(len(buffer), piece.stop - offset)]
-            self._reader.read_into(piece.file, offset, block)
-            state.update(block)
-            _write(descriptor, block, at)
-            offset += len(block)
-            at += len(block)
-            self._tell(len(block))
+    def _copy(self, blocks: tuple[Block, ...], descriptor: int, at: int, buffers: _Buffers) -> tuple[str, ...]:
+        """Some rows at a time: read each block's, put them side by side, write. Reads are batched, whatever the stride."""
+        states = [hasher() for _ in blocks]
+        width = sum(block.row_bytes for block in blocks)
+        batch = max(1, BLOCK_BYTES // max(width, *(block.stride for block in blocks)))
+        for row in range(0, blocks[0].rows, batch):
+            if self.stop.is_set():
+                break
+            count = min(batch, blocks[0].rows - row)
+            out = buffers.out(count * width)
+            column = 0
+            for block, state in zip(blocks, states, strict=True):
+                self._gather(block, row, out[column:], width, count, state, buffers)
+                column += block.row_bytes
+            _write(descriptor, out, at + row * width)
+            self._tell(len(out))
+        return tuple(state.hexdigest() for state in states)
+
+    def _gather(
+        self, block: Block, row: int, out: memoryview, width: int, count: int, state: Hasher, buffers: _Buffers
+    ) -> None:
+        """Read `count` rows of one block to where they belong in `out`, whose rows are `width` bytes apart; digest them."""
+        start, size = block.offset + row * block.stride, block.row_bytes
+        if block.stride == size == width:
+            self._reader.read_into(block.file, start, out)
+            state.update(out)
+            return
+        span = buffers.span((count - 1) * block.stride + size)
+        self._reader.read_into(block.file, start, span)
+        for number in range(count):
+            out[number * width : number * width + size] = span[number * block.stride : number * block.stride + size]
+        if block.stride == size:
+            state.update(span)
+        else:
+            for number in range(count):
+                state.update(span[number * block.stride : number * block.stride + size])
 
     def _descriptor(self, number: int) -> int:
         with self._lock:
@@ -156,7 +179,26 @@ class _Run:
                 os.close(self._open.popitem()[1])
 
     def written(self) -> tuple[Written, ...]:
-        return tuple(Written(head, tuple(pieces)) for head, *pieces in self._digests)
+        return tuple(Written(head[0], tuple(strips)) for head, *strips in self._digests)
+
+
+class _Buffers:
+    """The two buffers of one worker; they grow for a row that is longer than a block, and are used again."""
+
+    def __init__(self) -> None:
+        self._out = self._span = bytearray()
+
+    def out(self, size: int) -> memoryview:
+        """Where rows are put together before they are written."""
+        if len(self._out) < size:
+            self._out = bytearray(max(size, BLOCK_BYTES))
+        return memoryview(self._out)[:size]
+
+    def span(self, size: int) -> memoryview:
+        """Where a block's rows are read to."""
+        if len(self._span) < size:
+            self._span = bytearray(max(size, BLOCK_BYTES))
+        return memoryview(self._span)[:size]
 
 
 def _write(descriptor: int, data: memoryview, at: int) -> None:

@@ -76,7 +76,7 @@ svg .on{fill:#fff;font-weight:600}svg .fg{fill:var(--ink)}
 .legend .p0{background:var(--a)}.legend .p1{background:var(--b)}.legend .p2{background:var(--c)}
 .facts{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:18px 32px;margin-top:18px;padding-top:16px;
 border-top:1px solid var(--line)}
-.facts h4{margin:0 0 8px;font-size:.875rem;display:flex;justify-content:space-between;gap:8px;font-weight:600}
+.facts section+section{margin-top:18px}.facts h4{margin:0 0 8px;font-size:.875rem;display:flex;justify-content:space-between;gap:8px;font-weight:600}
 .facts h4 span{font-weight:400;color:var(--dim)}
 dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:3px 16px;font-size:.875rem}
 dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
@@ -87,7 +87,11 @@ overflow-wrap:anywhere}
 thead th{color:var(--dim);font-weight:600;white-space:nowrap}
 tbody th{font-weight:600}tbody tr:last-child>*{border-bottom:0}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.plot{width:30%;min-width:160px;vertical-align:middle}
+.plot{width:26%;min-width:160px;vertical-align:middle}
+.stack>tbody>tr>th{white-space:nowrap}.nb{white-space:nowrap}
+.found{table-layout:fixed}.found .n,.found tbody th{white-space:normal!important}
+.found th:nth-child(1){width:20%}.found th:nth-child(2){width:27%}.found th:nth-child(3){width:20%}
+.found th:nth-child(4){width:10%}.found th:nth-child(5){width:10%}.found th:nth-child(6){width:13%}
 .small{font-size:.875rem;color:var(--dim)}
 footer{margin-top:32px;color:var(--dim);font-size:.875rem}
 @media (max-width:680px){main{padding:14px 12px 32px}h1{font-size:1.625rem}.card{padding:14px}
@@ -96,13 +100,21 @@ footer{margin-top:32px;color:var(--dim);font-size:.875rem}
 .stack,.stack tbody,.stack tr,.stack caption{display:block}
 .stack tr{padding:10px 0;border-bottom:1px solid var(--line)}.stack tr:last-child{border-bottom:0}
 .stack th,.stack td{display:grid;grid-template-columns:112px minmax(0,1fr);gap:10px;border:0;padding:2px 0;
-text-align:left;white-space:normal}
+text-align:left;white-space:normal!important;width:auto!important}
 .stack th::before,.stack td::before{content:attr(data-label);color:var(--dim);font-weight:400}
 .stack td:empty{display:none}.plot{width:auto;min-width:0}.stack .plot{margin-top:6px}}
 """
 
 _NUMERIC_LIMITS = "numeric finds wrong rows and broken kernels, not single ULPs; those are for exact"
-_WORDS = {"pass": "pass", "fail": "fail", "not run": "mute", "faster": "pass", "slower": "warn", "no gain": "mute"}
+_WORDS = {
+    "pass": "pass",
+    "fail": "fail",
+    "not run": "mute",
+    "see above": "mute",
+    "faster": "pass",
+    "slower": "warn",
+    "no gain": "mute",
+}
 _GAUGE = 1.25
 """What the full width of the error / bound gauge stands for, so that there is room beyond the bound."""
 _STRIP = 1.5
@@ -116,10 +128,10 @@ def verify_html(report: VerifyReport, *, stamp: str | None = None) -> str:
         f"fusecheck verify: {'equal' if good else 'NOT equal'}",
         [
             _verify_head(report, good=good),
+            _findings(report),
             _verdict_cards(report),
             _proofs(report),
-            _warnings(report.warnings),
-            _findings(report),
+            _list("Warnings", report.warnings),
             *_layers(report),
             _verify_facts(report),
             _digests(report),
@@ -240,15 +252,12 @@ def _percent(share: float) -> str:
 
 
 def _verify_head(report: VerifyReport, *, good: bool) -> str:
-    exact, what = report.exact, "the source's" if report.exact.against == "source bytes" else "the recorded digest's"
+    exact = report.exact
+    what = "equals the source's" if exact.against == "source bytes" else "has the digest that the manifest records"
     if good:
-        line = (
-            f"Every byte of {exact.tensors} tensors ({size_text(exact.bytes)}, {exact.fused} tensors fused) is {what}."
-        )
+        line = f"Every byte of {exact.tensors} tensors ({size_text(exact.bytes)}, {exact.fused} of them fused) {what}."
     elif exact.finding_count:
-        line = (
-            f"{exact.finding_count} difference{'s' if exact.finding_count > 1 else ''} found; the first is named below."
-        )
+        line = f"{exact.finding_count:,} difference{'s' if exact.finding_count > 1 else ''} found, named below."
     else:
         line = "The bytes are equal, but a check of the projections failed; see the layers below."
     against = f" against <code>{_text(report.source)}</code>" if report.source is not None else ""
@@ -262,6 +271,7 @@ def _verify_head(report: VerifyReport, *, good: bool) -> str:
 def _verdict_cards(report: VerifyReport) -> str:
     exact = report.exact
     held = f"{exact.tensors} tensors, {size_text(exact.bytes)}, held against {exact.against}."
+    held += f" {exact.finding_count:,} differences." if exact.finding_count else ""
     digests = " Their digests agree with the manifest." if exact.digests_checked and exact.verdict == "pass" else ""
     built = [check.built for check in report.projections]
     card = _card("exact", "fail" if "fail" in built else exact.verdict, held + digests)
@@ -305,7 +315,7 @@ def _proved(report: VerifyReport) -> Iterator[str]:
     if "numeric" in report.proved:
         yield f"fused and separate outputs lie within their error bounds ({layers})"
     if not report.proved:
-        yield "nothing: each check that ran found a difference"
+        yield "nothing: no check passed"
 
 
 def _not_proved(report: VerifyReport) -> Iterator[str]:
@@ -329,10 +339,6 @@ def _not_proved(report: VerifyReport) -> Iterator[str]:
     yield "that an engine loads this folder, or that the source is what its publisher meant"
 
 
-def _warnings(warnings: Sequence[str]) -> str:
-    return _list("Warnings", warnings)
-
-
 def _findings(report: VerifyReport) -> str:
     exact = report.exact
     if not exact.findings:
@@ -343,7 +349,7 @@ def _findings(report: VerifyReport) -> str:
     caption += "; rows and bytes count from 0 within the tensor of OUT"
     body = "".join(_finding(finding) for finding in exact.findings)
     return (
-        f'<section><h2>Differences</h2><div class="card"><table class="stack"><caption>{caption}</caption>'
+        f'<section><h2>Differences</h2><div class="card"><table class="stack found"><caption>{caption}</caption>'
         f"{_heads(names, ('Row', 'Byte'))}<tbody>{body}</tbody></table></div></section>"
     )
 
@@ -413,16 +419,17 @@ def _projection(check: ProjectionCheck, report: VerifyReport) -> str:
         f'<article class="card"><div class="head"><h3 class="mono">{_text(check.tensor)}</h3>'
         f'<div class="chips">{chips}</div></div>'
         f'<p class="size">{check.input_size:,} inputs, {check.output_size:,} rows</p>'
-        f'{row_map(check.tensor, parts)}<div class="facts">{_probe(check.probe)}{_numeric(check.numeric)}</div></article>'
+        f'{row_map(check.tensor, parts)}<div class="facts"><div>{_probe(check.probe)}{_gauge(check.numeric)}</div>'
+        f"<div>{_numeric(check.numeric)}{_histogram(check.numeric)}</div></div></article>"
     )
 
 
 def _exact_of(check: ProjectionCheck, report: VerifyReport) -> str:
-    """What exact says of this tensor; where the list of findings is cut, only a failure is certain."""
+    """What exact says of this tensor; where the list of findings is cut, only a failure is certain of one."""
     exact = report.exact
     if check.built == "fail" or any(finding.tensor == check.tensor for finding in exact.findings):
         return "fail"
-    return check.built if exact.finding_count == len(exact.findings) else "not run"
+    return check.built if exact.finding_count == len(exact.findings) else "see above"
 
 
 def _labels(tensor: str, shard_ids: Sequence[str]) -> list[str]:
@@ -453,7 +460,7 @@ def row_map(tensor: str, parts: Sequence[tuple[str, int, int]]) -> str:
     words = "; ".join(f"{label} rows {offset} to {offset + rows - 1}" for label, offset, rows in parts)
     legend = "".join(
         f'<li><i class="p{min(number, 3)}"></i><b>{_text(label)}</b> rows {offset:,} to {offset + rows - 1:,}'
-        f" (shard_offset {offset:,}, {rows:,} rows)</li>"
+        f", shard_offset {offset:,}</li>"
         for number, (label, offset, rows) in enumerate(parts)
     )
     drawing = _svg("map", 58, f"Row map of {tensor}", f"To scale, first row left: {words}", "".join(drawn))
@@ -465,7 +472,7 @@ def _facts(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _probe(probe: ProbeResult) -> str:
-    rows = [("compared", f"{probe.compared:,} of {probe.total:,} weights")]
+    rows = [("compared", f"{probe.compared:,} of {probe.total:,} weights")] if probe.total else []
     if probe.flushed or probe.non_finite:
         rows += [("flushed to 0", f"{probe.flushed:,}"), ("beside NaN, Inf", f"{probe.non_finite:,}")]
     if probe.first_difference is not None:
@@ -494,10 +501,13 @@ def _numeric(numeric: NumericResult) -> str:
         rows.append(("beyond its bound", f"row {numeric.first_difference.row}, part {numeric.first_difference.part}"))
     if numeric.reason:
         rows.append(("reason", numeric.reason))
-    return f"<section>{head}{_facts(rows)}</section>{_gauge(numeric.worst)}{_histogram(numeric)}"
+    return f"<section>{head}{_facts(rows)}</section>"
 
 
-def _gauge(worst: float) -> str:
+def _gauge(numeric: NumericResult) -> str:
+    if numeric.verdict == "not run":
+        return ""
+    worst = numeric.worst
     words = f"{worst:.3g}" if math.isfinite(worst) else "not finite"
     share = min(worst, _GAUGE) / _GAUGE if math.isfinite(worst) else 1.0
     limit = _percent(1 / _GAUGE)
@@ -512,6 +522,8 @@ def _gauge(worst: float) -> str:
 
 
 def _histogram(numeric: NumericResult) -> str:
+    if numeric.verdict == "not run":
+        return ""
     most = math.log1p(max([1, *(count for _, count in numeric.ulps)]))
     inner = []
     for number, (bucket, count) in enumerate(numeric.ulps):
@@ -537,7 +549,7 @@ def _histogram(numeric: NumericResult) -> str:
 def _bench_projection(projection: ProjectionBench, counted: str) -> str:
     name = projection.tensor.rpartition(".")[0].rpartition(".")[2]
     parts = [(label.removesuffix("_proj"), offset, rows) for label, offset, rows in projection.parts]
-    columns = ("Hidden states", "Separate", "Fused", "Fused is", "Launches", "Reads of hidden states", "Samples")
+    columns = ("Input", "Separate", "Fused", "Fused is", "Launches", "Hidden-state reads", "Samples")
     body = "".join(_case(case) for case in projection.cases)
     caption = (
         f"Per call. Launches: {_text(counted)}. Bars are medians from 0, marks are samples; separate above, fused below"
@@ -561,15 +573,15 @@ def _case(case: Case) -> str:
         _cell("Fused", duration(case.fused.median), "n"),
         _cell("Fused is", _outcome(case)),
         _cell("Launches", f"{case.launches.separate_total} \u2192 {case.launches.fused_total}"),
-        _cell("Hidden states", reads),
+        _cell("Hidden-state reads", reads),
         _cell("Samples", _strip(what, case.separate, case.fused), "plot"),
     )
-    return f'<tr><th scope="row" data-label="Rows">{_text(what)}</th>{"".join(cells)}</tr>'
+    return f'<tr><th scope="row" data-label="Input">{_text(what)}</th>{"".join(cells)}</tr>'
 
 
 def _outcome(measured: Case | LoadBench) -> str:
-    noise = f'<span class="small">{measured.ratio:.2f} x, noise {measured.noise:.1%}</span>'
-    return f"<span>{_chip(measured.outcome)} {noise}</span>"
+    ratio, noise = f"{measured.ratio:.2f}\u00a0x", f"noise\u00a0{measured.noise:.1%}"
+    return f'<span>{_chip(measured.outcome)} <span class="small"><span class="nb">{ratio},</span> {noise}</span></span>'
 
 
 def _strip(what: str, separate: Timing, fused: Timing) -> str:

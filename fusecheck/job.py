@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +12,11 @@ from pathlib import Path, PurePosixPath
 import fusecheck
 from fusecheck.checkpoint import INDEX, Checkpoint, same_bytes
 from fusecheck.config import CONFIG
-from fusecheck.digest import digest_over
+from fusecheck.digest import digest_of, digest_over
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure
 from fusecheck.execute import Written, execute
+from fusecheck.group import Group
+from fusecheck.header import strict_json
 from fusecheck.hub import shard_groups
 from fusecheck.manifest import (
     DroppedTensor,
@@ -30,10 +33,11 @@ from fusecheck.manifest import (
 from fusecheck.mapping import LAYOUT
 from fusecheck.model import Model, survey
 from fusecheck.plan import (
+    Block,
     OutputTensor,
-    Piece,
     PlannedFile,
     PlannedShard,
+    Strip,
     by_source_shard,
     index_text,
     merge_metadata,
@@ -41,6 +45,7 @@ from fusecheck.plan import (
     plan_shards,
 )
 from fusecheck.publish import write_file
+from fusecheck.quantisation import MODULES, Join, gptq_modules
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 
 Progress = Callable[[int, int], None]
@@ -82,7 +87,7 @@ class Job:
 
 def decide(checkpoint: Checkpoint, options: Options) -> Job:
     """Survey, plan, lay out. CheckpointError where the checkpoint cannot be fused as it is asked."""
-    model = survey(checkpoint.tensors, checkpoint.config, keep_split=options.keep_split)
+    model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek, keep_split=options.keep_split)
     dropped = _drop_head(checkpoint, model) if options.drop_tied_lm_head else {}
     outputs = [output for output in output_tensors(checkpoint.tensors, model) if output.name not in dropped]
     metadata, lost_keys = merge_metadata([shard.metadata for shard in checkpoint.shards], fusecheck.__version__)
@@ -90,7 +95,7 @@ def decide(checkpoint: Checkpoint, options: Options) -> Job:
     files = [shard.file for shard in shards]
     if len(shards) > 1:
         files.append(PlannedFile(INDEX, index_text(shards, checkpoint.index_metadata), ()))
-    files.append(PlannedFile(CONFIG, checkpoint.config_text, ()))
+    files.append(PlannedFile(CONFIG, _config_text(checkpoint, model), ()))
     files += [PlannedFile(side.path, b"", _whole(side.path, side.size)) for side in checkpoint.side_files]
     warnings = [*checkpoint.warnings, *model.warnings]
     warnings += [f"left split: {left.reason}" for left in model.left_split]
@@ -107,8 +112,23 @@ def _grouping(outputs: Sequence[OutputTensor], options: Options) -> list[list[Ou
     return [[by_name[name] for name in group] for group in groups]
 
 
-def _whole(path: str, size: int) -> tuple[Piece, ...]:
-    return (Piece(path, 0, size),) if size else ()
+def _whole(path: str, size: int) -> tuple[Strip, ...]:
+    return ((Block(path, 0, size, 1, 1),),) if size else ()
+
+
+def _config_text(checkpoint: Checkpoint, model: Model) -> bytes:
+    """config.json, with GPTQ's list of quantised modules where it is needed: the only edit there is.
+
+    vLLM derives that list from the names of the split tensors, which a fused folder no longer has.
+    """
+    if checkpoint.config.quantisation.method != "gptq" or not model.split:
+        return checkpoint.config_text
+    config = strict_json(checkpoint.config_text, file=CONFIG, constants=True)
+    declared = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(declared, dict) or declared.get(MODULES):
+        return checkpoint.config_text
+    declared[MODULES] = gptq_modules(model.quantised, model.prefix)
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _drop_head(checkpoint: Checkpoint, model: Model) -> dict[str, DroppedTensor]:
@@ -171,15 +191,16 @@ def _write(job: Job, folder: Path, *, threads: int, on_progress: Progress | None
 
 
 def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> Manifest:
+    checkpoint = job.checkpoint
     made = {file.path: (file, digests) for file, digests in zip(job.files, written, strict=True)}
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, OutputFile] = {}
     for shard in job.shards:
         file, digests = made[shard.file.path]
-        entries = _tensor_entries(shard.tensors, digests.pieces)
+        entries = _tensor_entries(checkpoint, shard.tensors, digests.strips)
         tensors |= entries
         files[file.path] = OutputFile(file.size, digests.head, digest_over(entry.digest for entry in entries.values()))
-    checkpoint = job.checkpoint
+    edited = made[CONFIG][0].head != checkpoint.config_text
     return Manifest(
         fusecheck_version=fusecheck.__version__,
         layout=LAYOUT,
@@ -191,11 +212,12 @@ def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> M
         tensors=tensors,
         dropped=job.dropped,
         left_split={left.fused: left.reason for left in job.model.left_split},
-        config=FileEntry(len(checkpoint.config_text), made[CONFIG][1].head),
+        config=FileEntry(made[CONFIG][0].size, made[CONFIG][1].head),
         side_files={
             side.path: FileEntry(side.size, _file_digest(made[side.path][1])) for side in checkpoint.side_files
         },
         metadata=job.metadata,
+        config_original=checkpoint.config_text.decode() if edited else None,
     )
 
 
@@ -206,31 +228,43 @@ def _source_shards(checkpoint: Checkpoint) -> dict[str, SourceShard]:
 
 
 def _file_digest(written: Written) -> str:
-    """Of a copied file: its one piece, or, for an empty file, its empty head."""
-    return written.pieces[0] if written.pieces else written.head
+    """Of a copied file: its one block, or, for an empty file, its empty head."""
+    return written.strips[0][0] if written.strips else written.head
 
 
-def _tensor_entries(tensors: Sequence[OutputTensor], digests: Sequence[str]) -> dict[str, TensorEntry]:
+def _tensor_entries(
+    checkpoint: Checkpoint, tensors: Sequence[OutputTensor], digests: Sequence[tuple[str, ...]]
+) -> dict[str, TensorEntry]:
     entries, at = {}, 0
     for tensor in tensors:
-        own = digests[at : at + len(tensor.sources)]
-        at += len(own)
+        own = [digest for strip in digests[at : at + len(tensor.strips)] for digest in strip]
+        at += len(tensor.strips)
         if tensor.group is None:
-            entries[tensor.name] = TensorEntry(own[0], tensor.sources[0].shard)
+            entries[tensor.name] = TensorEntry(own[0], tensor.source.shard)
         else:
-            parts = tuple(
-                PartEntry(
-                    name=part.tensor.name,
-                    shard=part.tensor.shard,
-                    shard_id=part.rows.shard_id,
-                    shard_offset=part.rows.shard_offset,
-                    shard_size=part.rows.shard_size,
-                    digest=digest,
-                )
-                for part, digest in zip(tensor.group.parts, own, strict=True)
-            )
-            entries[tensor.name] = TensorEntry(digest_over(own), None, parts)
+            parts = _part_entries(checkpoint, tensor.group, own)
+            digest = digest_over(part.digest for part in parts)
+            entries[tensor.name] = TensorEntry(digest, None, parts, tensor.group.join.value)
     return entries
+
+
+def _part_entries(checkpoint: Checkpoint, group: Group, digests: Sequence[str]) -> tuple[PartEntry, ...]:
+    entries = []
+    for number, part in enumerate(group.parts):
+        data = checkpoint.peek(part.tensor) if group.join is Join.SHAPE else None
+        digest = digest_of(data) if data is not None else digests[number if len(digests) > 1 else 0]
+        entries.append(
+            PartEntry(
+                name=part.tensor.name,
+                shard=part.tensor.shard,
+                shard_id=part.rows.shard_id,
+                shard_offset=part.rows.shard_offset,
+                shard_size=part.rows.shard_size,
+                digest=digest,
+                data=None if data is None else data.hex(),
+            )
+        )
+    return tuple(entries)
 
 
 def compare_heads(job: Job, manifest: Manifest) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class PartEntry:
-    """One split tensor inside a fused one: rows [shard_offset, shard_offset + shard_size)."""
+    """One split tensor inside a fused one: [shard_offset, shard_offset + shard_size) along the joined axis."""
 
     name: str
     shard: str
@@ -61,6 +61,8 @@ class PartEntry:
     shard_offset: int
     shard_size: int
     digest: str
+    data: str | None = None
+    """Its bytes (hex), where the fused tensor does not hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class TensorEntry:
     digest: str
     shard: str | None = None
     parts: tuple[PartEntry, ...] = ()
+    join: str = "rows"
+    """How the parts are joined: rows, columns, once (one copy for all), shape (computed anew)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class Manifest:
     side_files: Mapping[str, FileEntry]
     metadata: Mapping[str, str]
     """`__metadata__` of every output shard."""
+    config_original: str | None = None
+    """The source's config.json, where OUT's gained GPTQ's list of quantised modules."""
 
 
 def to_text(manifest: Manifest) -> bytes:
@@ -127,6 +133,7 @@ def to_text(manifest: Manifest) -> bytes:
         "config": _fields(manifest.config),
         "side_files": {name: _fields(file) for name, file in manifest.side_files.items()},
         "metadata": dict(manifest.metadata),
+        "config_original": manifest.config_original,
     }
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
@@ -167,7 +174,8 @@ def _fields(value: object) -> dict[str, object]:
 
 def _tensor_fields(entry: TensorEntry) -> dict[str, object]:
     if entry.parts:
-        return {"digest": entry.digest, "parts": [_fields(part) for part in entry.parts]}
+        parts = [{key: item for key, item in _fields(part).items() if item is not None} for part in entry.parts]
+        return {"digest": entry.digest, "join": entry.join, "parts": parts}
     return {"digest": entry.digest, "shard": entry.shard}
 
 
@@ -199,6 +207,7 @@ def _manifest(value: dict[str, object]) -> Manifest:
             name: FileEntry(_count(row, "size"), _digest(row, "digest")) for name, row in _rows(value, "side_files")
         },
         metadata=_texts(_table(value, "metadata")),
+        config_original=None if value["config_original"] is None else _text(value, "config_original"),
     )
 
 
@@ -208,7 +217,10 @@ def _tensor_entry(row: dict[str, object]) -> TensorEntry:
     parts = row["parts"]
     if not isinstance(parts, list) or not parts:
         raise TypeError("parts")
-    return TensorEntry(_digest(row, "digest"), None, tuple(_part_entry(part) for part in parts))
+    join = _text(row, "join")
+    if join not in {"rows", "columns", "once", "shape"}:
+        raise ValueError(join)
+    return TensorEntry(_digest(row, "digest"), None, tuple(_part_entry(part) for part in parts), join)
 
 
 def _part_entry(part: dict[str, object]) -> PartEntry:
@@ -219,6 +231,7 @@ def _part_entry(part: dict[str, object]) -> PartEntry:
         shard_offset=_count(part, "shard_offset"),
         shard_size=_count(part, "shard_size"),
         digest=_digest(part, "digest"),
+        data=bytes.fromhex(_text(part, "data")).hex() if "data" in part else None,
     )
 
 

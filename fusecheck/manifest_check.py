@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from fusecheck import digest
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG
-from fusecheck.exact import Finding, Slice
-from fusecheck.manifest import Manifest, PartEntry
-from fusecheck.mapping import LAYOUT, PACKINGS
+from fusecheck.exact import Finding, Slice, home, join_of
+from fusecheck.header import TensorInfo
+from fusecheck.manifest import Manifest, TensorEntry
+from fusecheck.mapping import LAYOUT
+from fusecheck.quantisation import Join
 from fusecheck.sidefiles import MANIFEST
 
 
@@ -56,28 +58,38 @@ def _check_shards(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:
 
 
 def _check_rows(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:
-    """The rows that the manifest gives each part are those of the weight_loaders."""
-    rules = {packing.fused: packing for packing in PACKINGS}
+    """The places that the manifest gives each part are those of the weight_loaders."""
+    method = out.config.quantisation.method
     for name, entry in manifest.tensors.items():
-        if not entry.parts:
+        tensor = out.tensors.get(name)
+        if not entry.parts or tensor is None:
             continue
-        module = name.rpartition(".")[0]
-        packing = next((rule for fused, rule in rules.items() if module.endswith(f".{fused}")), None)
-        if packing is None:
-            yield Finding("the manifest calls it fused", MANIFEST, name)
+        place = home(entry.parts[0].name)
+        if place is None or place.fused != name or place.siblings != tuple(part.name for part in entry.parts):
+            yield Finding("the manifest joins it from other parts than the mapping does", MANIFEST, name)
             continue
-        base, suffix = module.removesuffix(packing.fused), name.rpartition(".")[2]
-        modules = dict(packing.parts)
-        wanted = [
-            (f"{base}{modules[rows.shard_id]}.{suffix}", rows.shard_id, rows.shard_offset, rows.shard_size)
-            for rows in out.config.rows(packing)
-        ]
-        if [_row(part) for part in entry.parts] != wanted:
+        join = join_of(method, place.suffix, len(tensor.shape))
+        rules = out.config.rows(place.packing)
+        if join is None or join.value != entry.join or [p.shard_id for p in entry.parts] != [r.shard_id for r in rules]:
+            yield Finding("the manifest joins its parts in another way than the mapping does", MANIFEST, name)
+            continue
+        if not _tiles(entry, tensor, join) or (
+            place.suffix in {"weight", "bias"} and [p.shard_size for p in entry.parts] != [r.shard_size for r in rules]
+        ):
             yield Finding("the manifest gives its parts other rows than the weight_loader does", MANIFEST, name)
 
 
-def _row(part: PartEntry) -> tuple[str, object, int, int]:
-    return part.name, part.shard_id, part.shard_offset, part.shard_size
+def _tiles(entry: TensorEntry, tensor: TensorInfo, join: Join) -> bool:
+    """Whether the parts follow one another and fill the joined axis, in the shares that the packing's rows have."""
+    axis = {Join.ROWS: 0, Join.COLUMNS: 1}.get(join)
+    if axis is None:
+        return all(part.shard_offset == 0 for part in entry.parts)
+    at = 0
+    for part in entry.parts:
+        if part.shard_offset != at:
+            return False
+        at += part.shard_size
+    return at == tensor.shape[axis]
 
 
 def _check_tensor_digests(
@@ -88,7 +100,8 @@ def _check_tensor_digests(
         if tensor is None:
             yield Finding("is in the manifest but not in OUT", MANIFEST, name)
             continue
-        pairs = [(part.name, part.digest) for part in entry.parts] or [(name, entry.digest)]
+        pairs = [(part.name, part.digest) for part in entry.parts if part.data is None]
+        pairs = pairs if entry.parts else [(name, entry.digest)]
         for part_name, wanted in pairs:
             if found.get((name, part_name)) not in {None, wanted}:
                 part = part_name if entry.parts else None

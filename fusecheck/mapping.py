@@ -6,11 +6,16 @@ at TP size 1, and the `packed_modules_mapping` of their Qwen3 models.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 ShardId = Literal["q", "k", "v", 0, 1]
 """Which part of a fused parameter a split tensor fills; the value that engines pass to weight_loader."""
+
+
+Size = Literal["heads", "mlp", "expert", "shared"]
+"""Which numbers of config.json give the rows of a packing's parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,7 @@ class Packing:
 
     fused: str
     parts: tuple[tuple[ShardId, str], ...]
+    size: Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +36,24 @@ class ShardRows:
     shard_size: int
 
 
-QKV = Packing("self_attn.qkv_proj", (("q", "self_attn.q_proj"), ("k", "self_attn.k_proj"), ("v", "self_attn.v_proj")))
-GATE_UP = Packing("mlp.gate_up_proj", ((0, "mlp.gate_proj"), (1, "mlp.up_proj")))
+QKV = Packing(
+    "self_attn.qkv_proj", (("q", "self_attn.q_proj"), ("k", "self_attn.k_proj"), ("v", "self_attn.v_proj")), "heads"
+)
+
+
+def _gate_up(mlp: str, size: Size) -> Packing:
+    return Packing(f"{mlp}.gate_up_proj", ((0, f"{mlp}.gate_proj"), (1, f"{mlp}.up_proj")), size)
+
+
+GATE_UP = _gate_up("mlp", "mlp")
+SHARED_EXPERT = _gate_up("mlp.shared_expert", "shared")
 PACKINGS = (QKV, GATE_UP)
+
+
+def expert_packing(number: int) -> Packing:
+    """gate_up of one expert of a sparse MLP. `mlp.gate` is the router and `shared_expert_gate` a gate: neither is packed."""
+    return _gate_up(f"mlp.experts.{number}", "expert")
+
 
 LAYOUT = "qkv=[q;k;v] gate_up=[gate;up] tp=1"
 """What an output declares: TP=1 row order, not per TP rank, not interleaved per KV group."""
@@ -54,25 +75,49 @@ class Family:
 
     model_type: str
     architectures: frozenset[str]
-    head_dim_default: int | None
+    head_dim_default: int | None = None
     """head_dim where config.json has none; None means hidden_size / num_attention_heads."""
-    tied_default: bool
+    tied_default: bool = False
     """tie_word_embeddings where config.json has none."""
-    head_norms: bool
+    head_norms: bool = False
     """Whether q_norm and k_norm [head_dim] stand in every layer."""
+    qkv_bias: Literal["always", "attention_bias", "never"] = "attention_bias"
+    mlp_bias: bool = False
+    """Whether the config's `mlp_bias` decides over gate and up biases; elsewhere they have none."""
+    experts: bool = False
+    """Whether MLPs may be sparse: num_experts, mlp_only_layers, decoder_sparse_step."""
+    text_type: str | None = None
+    """model_type of the `text_config` in which the dimensions stand; None where they stand at the top."""
 
+
+def _named(stem: str, *heads: str) -> frozenset[str]:
+    return frozenset(f"{stem}{head}" for head in ("ForCausalLM", "Model", *heads))
+
+
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 FAMILIES = {
     family.model_type: family
     for family in (
+        Family("qwen3", _named("Qwen3", *_CLASSIFIERS), 128, head_norms=True),
+        Family("qwen3_moe", _named("Qwen3Moe", *_CLASSIFIERS), 128, head_norms=True, experts=True),
+        Family("qwen2", _named("Qwen2", *_CLASSIFIERS, "ForRewardModel", "ForProcessRewardModel"), qkv_bias="always"),
+        Family("llama", _named("Llama", *_CLASSIFIERS), mlp_bias=True),
+        Family("mistral", _named("Mistral", *_CLASSIFIERS), qkv_bias="never"),
         Family(
-            "qwen3",
-            frozenset(
-                {"Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"}
-            ),
-            head_dim_default=128,
-            tied_default=False,
+            "qwen3_vl",
+            frozenset({"Qwen3VLForConditionalGeneration", "Qwen3VLModel"}),
+            128,
             head_norms=True,
+            text_type="qwen3_vl_text",
+        ),
+        Family(
+            "qwen3_vl_moe",
+            frozenset({"Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeModel"}),
+            128,
+            head_norms=True,
+            experts=True,
+            text_type="qwen3_vl_moe_text",
         ),
     )
 }
@@ -90,35 +135,30 @@ WRAPPERS = {
 HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 """Names of the output embedding, by prefix."""
 
-GROUPED_SUFFIXES = ("weight", "bias")
-"""Tensors of a packed projection that are joined on dim 0."""
-
-NEVER_GROUPED_SUFFIXES = frozenset({"k_scale", "v_scale", "q_scale"})
+NEVER_GROUPED_SUFFIXES = frozenset({"k_scale", "v_scale", "q_scale", "output_scale"})
 """KV-cache scales stand on k_proj and v_proj by name only; they belong to the cache and are copied as they are."""
 
-FLOAT_DTYPES = frozenset(
-    {"F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F6_E2M3", "F6_E3M2", "F4"}
-)
-"""dtypes that a weight may have without scales."""
+
+def split_module(path: str) -> tuple[str, str]:
+    """`self_attn.q_proj.weight` -> (`self_attn.q_proj`, `weight`), `mlp.experts.3.up_proj.weight` likewise.
+
+    By component, never by substring; what follows the module stays whole, so that `weight.absmax` is no `weight`.
+    """
+    pieces = path.split(".")
+    depth = 2
+    if pieces[0] == "mlp" and len(pieces) > 2:
+        depth = {"experts": 4 if pieces[2].isdecimal() else 2, "shared_expert": 3}.get(pieces[1], 2)
+    return ".".join(pieces[:depth]), ".".join(pieces[depth:])
 
 
-def shard_rows(
-    packing: Packing, *, num_attention_heads: int, num_key_value_heads: int, head_dim: int, intermediate_size: int
-) -> tuple[ShardRows, ...]:
-    """The row rule of the packing's weight_loader, for one weight or bias.
+def rows_of(packing: Packing, sizes: Mapping[Size, tuple[int, ...]]) -> tuple[ShardRows, ...]:
+    """The row rule of the packing's weight_loader, for one weight or bias; `sizes` gives each part's rows.
 
     QKVParallelLinear: q at 0 with num_attention_heads * head_dim rows, then k, then v with num_key_value_heads * head_dim
     rows each. MergedColumnParallelLinear: gate at 0, up after it, intermediate_size rows each.
     """
-    sizes: dict[ShardId, int] = {
-        "q": num_attention_heads * head_dim,
-        "k": num_key_value_heads * head_dim,
-        "v": num_key_value_heads * head_dim,
-        0: intermediate_size,
-        1: intermediate_size,
-    }
     rows, offset = [], 0
-    for shard_id, _ in packing.parts:
-        rows.append(ShardRows(shard_id, offset, sizes[shard_id]))
-        offset += sizes[shard_id]
+    for (shard_id, _), size in zip(packing.parts, sizes[packing.size], strict=True):
+        rows.append(ShardRows(shard_id, offset, size))
+        offset += size
     return tuple(rows)

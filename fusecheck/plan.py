@@ -1,4 +1,4 @@
-"""Model + grouping -> output files as data: for each, its first bytes and the ranges of source files that follow. Pure."""
+"""Model + grouping -> output files as data: for each, its first bytes and the strips of source files that follow. Pure."""
 
 from __future__ import annotations
 
@@ -6,55 +6,94 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from fusecheck.group import Group
 from fusecheck.header import TensorInfo, canonical_order, encode_header
 from fusecheck.mapping import LAYOUT
-from fusecheck.model import Group, Model
+from fusecheck.model import Model
+from fusecheck.quantisation import Join
 
 FORMAT_KEY = "format"
 OWN_KEY = "fusecheck"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A half-open range of bytes in one source file, counted from the start of the file; digested on its own."""
+class Block:
+    """`rows` runs of `row_bytes` bytes in one source file, the first at `offset`, each `stride` bytes after the last."""
 
     file: str
-    start: int
-    stop: int
+    offset: int
+    rows: int
+    row_bytes: int
+    stride: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the block gives."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Bytes that stand in no source file."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constant."""
+        return len(self.data)
+
+
+Strip: TypeAlias = "tuple[Block, ...] | Constant"
+"""Blocks of equal height side by side, row by row; one block alone, of stride row_bytes, is a plain range of bytes."""
+
+
+def strip_bytes(strip: Strip) -> int:
+    """Bytes of output that a strip makes."""
+    return strip.nbytes if isinstance(strip, Constant) else sum(block.nbytes for block in strip)
+
+
+def contiguous(tensor: TensorInfo) -> Block:
+    """A whole tensor as one range of bytes: rows of one byte, so that it may be cut anywhere."""
+    return Block(tensor.shard, tensor.start, tensor.nbytes, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One output file: `head`, then the pieces, back to back. `path` is POSIX, relative to OUT."""
+    """One output file: `head`, then the strips, one below the other. `path` is POSIX, relative to OUT."""
 
     path: str
     head: bytes
-    pieces: tuple[Piece, ...]
+    strips: tuple[Strip, ...]
 
     @property
     def size(self) -> int:
         """Bytes of the whole file."""
-        return len(self.head) + sum(piece.stop - piece.start for piece in self.pieces)
+        return len(self.head) + sum(map(strip_bytes, self.strips))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the output: a copy of one source tensor, or the rows of a group's parts one after another.
+    """One tensor of the output: a vertical stack of strips.
 
-    Tensors are row-major, so rows joined along dim 0 are bytes joined: nothing is computed and no dtype can change.
+    Tensors are row-major: parts joined along dim 0 are strips of one block each, whose bytes follow one another; parts
+    joined along dim 1 are one strip of a block for each. Nothing is computed and no dtype can change.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    sources: tuple[TensorInfo, ...]
+    source: TensorInfo
+    """The tensor itself, or the first part; it decides where the output stands."""
+    strips: tuple[Strip, ...]
     group: Group | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return sum(source.nbytes for source in self.sources)
+        return sum(map(strip_bytes, self.strips))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +112,34 @@ def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[Outp
     for name, tensor in tensors.items():
         if name in first:
             group = first[name]
-            sources = tuple(part.tensor for part in group.parts)
-            outputs.append(OutputTensor(group.fused, group.dtype, group.shape, sources, group))
+            outputs.append(OutputTensor(group.fused, group.dtype, group.shape, tensor, _strips(group), group))
         elif name not in gone:
-            outputs.append(OutputTensor(name, tensor.dtype, tensor.shape, (tensor,)))
+            outputs.append(OutputTensor(name, tensor.dtype, tensor.shape, tensor, ((contiguous(tensor),),)))
     return outputs
+
+
+def _strips(group: Group) -> tuple[Strip, ...]:
+    sources = [part.tensor for part in group.parts]
+    match group.join:
+        case Join.ROWS:
+            return tuple((contiguous(source),) for source in sources)
+        case Join.COLUMNS:
+            rows = sources[0].shape[0]
+            widths = [source.nbytes // rows for source in sources]
+            return (
+                tuple(Block(s.shard, s.start, rows, width, width) for s, width in zip(sources, widths, strict=True)),
+            )
+        case Join.ONCE:
+            return ((contiguous(sources[0]),),)
+        case Join.SHAPE:
+            return (Constant(group.constant or b""),)
 
 
 def by_source_shard(outputs: Iterable[OutputTensor]) -> list[list[OutputTensor]]:
     """The source's own grouping; a shard that is left empty is dropped."""
     groups: dict[str, list[OutputTensor]] = {}
     for output in outputs:
-        groups.setdefault(output.sources[0].shard, []).append(output)
+        groups.setdefault(output.source.shard, []).append(output)
     return list(groups.values())
 
 
@@ -104,8 +159,8 @@ def _shard(name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str]
     by_name = {output.name: output for output in group}
     ordered = [by_name[name] for name, _ in canonical_order((output.name, output.dtype) for output in group)]
     head = encode_header(((o.name, o.dtype, o.shape, o.nbytes) for o in ordered), metadata)
-    pieces = tuple(Piece(s.shard, s.start, s.stop) for output in ordered for s in output.sources)
-    return PlannedShard(tuple(ordered), PlannedFile(name, head, pieces))
+    strips = tuple(strip for output in ordered for strip in output.strips)
+    return PlannedShard(tuple(ordered), PlannedFile(name, head, strips))
 
 
 def merge_metadata(sources: Sequence[Mapping[str, str] | None], version: str) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -703,7 +703,7 @@ def test_a_source_that_changes_is_no_source(
 ) -> None:
     write_checkpoint(tmp_path / "src", Spec(files=3, side_files=("LICENSE",)))
     during_the_copy(monkeypatch, lambda: CHANGES[change](tmp_path / "src" / name))
-    with pytest.raises(SystemFailure, match="changed|shorter") as caught:
+    with pytest.raises(SystemFailure, match=r"changed|shorter") as caught:
         fuse(tmp_path / "src", tmp_path / "new" / "out")
     assert (caught.value.exit_code, caught.value.file) == (4, name)
     assert names_in(tmp_path) == ["src"]

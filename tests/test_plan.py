@@ -363,7 +363,7 @@ def test_a_manifest_comes_back_as_it_was(manifest: Manifest) -> None:
 
 @given(manifest=MANIFESTS)
 def test_equal_manifests_are_equal_texts(manifest: Manifest) -> None:
-    files, entries = dict(reversed(manifest.files.items())), dict(reversed(manifest.tensors.items()))
+    files, entries = dict(reversed(list(manifest.files.items()))), dict(reversed(list(manifest.tensors.items())))
     turned = replace(manifest, files=files, tensors=entries)
     assert to_text(turned) == to_text(manifest)
 

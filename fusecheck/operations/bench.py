@@ -205,6 +205,7 @@ def bench(
         if origin is not None:
             stack.enter_context(origin)
         stack.enter_context(pinned(chosen))
+        notes += _busy()
         steps = _Steps(on_progress)
         projections = _projections(opened, origin, layer, chosen, seed, steps, notes)
         load = _load(opened, origin, chosen, steps, notes)
@@ -246,6 +247,14 @@ def _report(
         versions=_versions(),
         notes=tuple(notes),
     )
+
+
+def _busy() -> list[str]:
+    """On shared cores the threads of a GEMM wait for each other for whole time slices, once per launch."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < cores / 2:
+        return []
+    return [f"this machine was busy before ({load:.1f} runnable on {cores} cores): ratios may be those of waiting"]
 
 
 class _Steps:
@@ -557,9 +566,7 @@ def _load(
         steps.step()
     one, two = (tuple(sample) for sample in zip(*taken, strict=True))
     ratio, noise, outcome = judge(one, two)
-    notes.append(
-        "load time: from the page cache, both read once before; the tensors that fusing leaves alone are left out"
-    )
+    notes.append("load time: from the page cache, both read once before; what fusing leaves alone is left out")
     return LoadBench(
         layers=layers,
         bytes=size,

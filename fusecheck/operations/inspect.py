@@ -100,7 +100,7 @@ def _report(checkpoint: Checkpoint, path: str) -> InspectReport:
     reason, warnings, groups, fused = None, list(checkpoint.warnings), [], 0
     tied: bool | None = None
     try:
-        model = survey(checkpoint.tensors, checkpoint.config)
+        model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek)
         groups, fused, tied = list(model.split), len(model.fused), checkpoint.config.tie_word_embeddings
         warnings += model.warnings
     except UnsupportedCheckpoint as error:

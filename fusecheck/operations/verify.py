@@ -19,10 +19,12 @@ from fusecheck.checkpoint import Checkpoint, open_checkpoint, same_bytes
 from fusecheck.config import CONFIG
 from fusecheck.errors import CheckpointError, SystemFailure, UsageError
 from fusecheck.exact import Finding, Slice, compare, pair, slices_by_manifest
+from fusecheck.header import strict_json
 from fusecheck.hub import resolve
 from fusecheck.manifest import Manifest, read_manifest
 from fusecheck.manifest_check import check_manifest
 from fusecheck.model import Model, survey
+from fusecheck.quantisation import MODULES
 from fusecheck.sidefiles import ADAPTER, MANIFEST, WEIGHTS
 
 if TYPE_CHECKING:
@@ -142,12 +144,16 @@ def _open_source(
         return open_checkpoint(resolve(os.fspath(source)).folder, follow_links=True)
     if manifest is None:
         raise UsageError(
-            f"there is neither a manifest ({MANIFEST}) nor a source to compare with", file=str(out), remedy="pass --source"
+            f"there is neither a manifest ({MANIFEST}) nor a source to compare with",
+            file=str(out),
+            remedy="pass --source",
         )
     recorded = manifest.provenance.folder
     if recorded is None or not (out / recorded).is_dir():
         where = recorded or manifest.provenance.repo_id
-        evidence.warnings.append(f"the source {where} is not there; OUT is checked against its manifest's digests alone")
+        evidence.warnings.append(
+            f"the source {where} is not there; OUT is checked against its manifest's digests alone"
+        )
         return None
     try:
         opened = open_checkpoint(out / recorded, follow_links=True)
@@ -166,7 +172,7 @@ def _open_source(
 def _survey(opened: Checkpoint, evidence: _Evidence) -> Model | None:
     """Completeness against config.json, which no engine checks."""
     try:
-        model = survey(opened.tensors, opened.config)
+        model = survey(opened.tensors, opened.config, opened.peek, keep_split=True)
     except CheckpointError as error:
         evidence.findings.append(_finding(error))
         return None
@@ -189,10 +195,14 @@ def _exact(
     if manifest is not None and not digest.available():
         if source is None:
             raise SystemFailure("the blake3 package is missing and the source is gone", remedy="pip install blake3")
-        evidence.notes.append("digests not checked: the blake3 package is missing; the bytes are compared with the source")
+        evidence.notes.append(
+            "digests not checked: the blake3 package is missing; the bytes are compared with the source"
+        )
     if out is not None:
         if source is not None:
-            slices, found = pair(out.tensors, source.tensors, source.config)
+            slices, found = pair(
+                out.tensors, source.tensors, source.config, manifest.dropped if manifest is not None else {}
+            )
         else:
             slices, found = slices_by_manifest(out.tensors, manifest) if manifest is not None else ([], [])
         evidence.findings += found
@@ -209,7 +219,7 @@ def _exact(
         digests_checked=hashed,
         tensors=len(out.tensors) if out is not None else 0,
         fused=len({part.out.name for part in slices if part.is_part}),
-        bytes=sum(part.stop - part.start for part in slices),
+        bytes=sum(part.nbytes for part in slices),
         findings=(),
         finding_count=0,
     )
@@ -225,7 +235,7 @@ def _compare_all(
     on_progress: Progress | None,
 ) -> list[str | None]:
     """Every byte of every slice, on two threads; reads, compares and hashes release the interpreter."""
-    total = sum(part.stop - part.start for part in slices)
+    total = sum(part.nbytes for part in slices)
     lock, done = threading.Lock(), 0
 
     def on_bytes(count: int) -> None:
@@ -247,15 +257,13 @@ def _compare_all(
     return [found for _, found in results]
 
 
-def _check_files(
-    out: Checkpoint, source: Checkpoint | None, manifest: Manifest | None, evidence: _Evidence
-) -> None:
+def _check_files(out: Checkpoint, source: Checkpoint | None, manifest: Manifest | None, evidence: _Evidence) -> None:
     """Everything beside the tensors: config, side files, stray weight files."""
     for item in out.left_out:
         if item.reason in {WEIGHTS, ADAPTER}:
             evidence.findings.append(Finding("a stray weight file, which an engine may load", item.path))
     if source is not None:
-        if out.config_text != source.config_text:
+        if out.config_text != source.config_text and not _only_gained_modules(out, source, manifest):
             evidence.findings.append(Finding("differs from the source's", "config.json"))
         wanted = {side.path: side.size for side in source.side_files}
         evidence.findings += list(_side_findings(out, source, wanted))
@@ -268,6 +276,17 @@ def _check_files(
     extra = sorted({side.path for side in out.side_files} - wanted.keys())
     if extra:
         evidence.notes.append(f"side files that the source has not: {', '.join(extra)}")
+
+
+def _only_gained_modules(out: Checkpoint, source: Checkpoint, manifest: Manifest | None) -> bool:
+    """Whether config.json differs by GPTQ's list of quantised modules alone, as the manifest records."""
+    if manifest is None or manifest.config_original is None or manifest.config_original.encode() != source.config_text:
+        return False
+    ours, theirs = (strict_json(c.config_text, file=CONFIG, constants=True) for c in (out, source))
+    declared = ours.get("quantization_config") if isinstance(ours, dict) else None
+    if not isinstance(declared, dict) or declared.pop(MODULES, None) is None:
+        return False
+    return ours == theirs
 
 
 def _side_findings(out: Checkpoint, source: Checkpoint, wanted: dict[str, int]) -> Iterator[Finding]:
@@ -289,7 +308,7 @@ def _project(
     seed: int,
     evidence: _Evidence,
 ) -> tuple[tuple[int, ...], tuple[ProjectionCheck, ...], str | None, str | None]:
-    """probe and numeric, where torch is there and OUT is a model."""
+    """Probe and numeric, where torch is there and OUT is a model."""
     if out is not None:
         count = out.config.num_hidden_layers
         if any(not 0 <= layer < count for layer in layers):
@@ -300,8 +319,8 @@ def _project(
             raise SystemFailure(f"--device {device} needs torch, which is missing", remedy="pip install torch")
         evidence.warnings.append("probe and numeric not run: torch is not installed; exact needs none")
         return layers, (), None, None
-    from fusecheck.projections import check_projections  # noqa: PLC0415 - torch costs seconds and 200 MB
     from fusecheck.numeric import describe, pick_device  # noqa: PLC0415
+    from fusecheck.projections import check_projections  # noqa: PLC0415 - torch costs seconds and 200 MB
 
     chosen = pick_device(device)
     about = describe(chosen)
