@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
+from fusecheck.errors import CheckpointError, UnsupportedCheckpoint, shown
 from fusecheck.header import strict_json
 from fusecheck.mapping import (
     FAMILIES,
@@ -143,7 +143,7 @@ def _text_config(config: dict[str, object], family: Family) -> dict[str, object]
         for key, value in (nested or {}).items():
             if key in config and config[key] != value:
                 raise CheckpointError(
-                    f"text_config disagrees with the top level on {key}",
+                    f"text_config disagrees with the top level on {shown(key)}",
                     file=CONFIG,
                     found=json.dumps(value),
                     wanted=json.dumps(config[key]),

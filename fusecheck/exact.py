@@ -1,4 +1,4 @@
-"""The exact verdict: an output read as a server would, held against its source byte by byte, or against its manifest.
+"""The exact verdict: which bytes of OUT have to be which of its source. Pure; `compare` then reads them.
 
 It shares the mapping table, the header reader and the readers of a folder with `fuse`, never the plan: where a split
 tensor has to be is worked out here anew, from names and config.json alone.
@@ -7,14 +7,11 @@ tensor has to be is worked out here anew, from names and config.json alone.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from fusecheck import digest
-from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import ModelConfig
 from fusecheck.header import TensorInfo, tensor_bytes
-from fusecheck.manifest import DroppedTensor, Manifest, PartEntry, TensorEntry
 from fusecheck.mapping import (
     GATE_UP,
     NEVER_GROUPED_SUFFIXES,
@@ -26,11 +23,6 @@ from fusecheck.mapping import (
     split_module,
 )
 from fusecheck.quantisation import METHODS, Join
-
-BLOCK_BYTES = 1 << 20
-
-OnBytes = Callable[[int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -55,32 +47,32 @@ class Slice:
     rows: int
     row_bytes: int
     stride: int
-    source: TensorInfo | None
-    """None where there are only digests, or bytes worked out anew, to compare with."""
-    name: str
-    """The source's tensor."""
+    part: str | None = None
+    """The split tensor's name, where `out` is a fused one."""
     first_row: int = 0
     """Row of the fused tensor at which this part starts; 0 where it is cut by columns, or is no part."""
+    source: TensorInfo | None = None
     wanted: bytes | None = None
     """What the bytes have to be, where no tensor of the source holds them."""
-
-    @property
-    def is_part(self) -> bool:
-        """Whether this is one of several parts of a fused tensor."""
-        return self.name != self.out.name
+    digest: str | None = None
+    """BLAKE3 that the manifest gives them."""
 
     @property
     def nbytes(self) -> int:
         """Bytes to compare."""
         return self.rows * self.row_bytes
 
+    @property
+    def place(self) -> tuple[str, str | None, int, int, int]:
+        """What makes two slices the same bytes."""
+        return self.out.name, self.part, self.start, self.rows, self.row_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a split tensor goes: the fused tensor's name, its part's number and shard_id, and all parts' names in order."""
+    """Where a split tensor goes: the fused tensor's name, and the names of all its parts in order."""
 
     fused: str
-    number: int
     siblings: tuple[str, ...]
     suffix: str
     packing: Packing
@@ -93,18 +85,21 @@ def home(name: str) -> Home | None:
         return None
     layer, _, path = name.removeprefix(f"{prefix}layers.").partition(".")
     module, suffix = split_module(path)
-    if suffix in NEVER_GROUPED_SUFFIXES or not suffix:
+    packing = _packing_of(module)
+    if packing is None or suffix in NEVER_GROUPED_SUFFIXES or not suffix:
         return None
+    base = f"{prefix}layers.{layer}."
+    siblings = tuple(f"{base}{other}.{suffix}" for _, other in packing.parts)
+    return Home(f"{base}{packing.fused}.{suffix}", siblings, suffix, packing)
+
+
+def _packing_of(module: str) -> Packing | None:
     scope = module.rpartition(".")[0]
     packing = {"self_attn": QKV, "mlp": GATE_UP, "mlp.shared_expert": SHARED_EXPERT}.get(scope)
-    if packing is None and scope.startswith("mlp.experts."):
-        packing = expert_packing(int(scope.rpartition(".")[2]))
-    for number, (_, part) in enumerate(packing.parts if packing is not None else ()):
-        if packing is not None and part == module:
-            base = f"{prefix}layers.{layer}."
-            siblings = tuple(f"{base}{other}.{suffix}" for _, other in packing.parts)
-            return Home(f"{base}{packing.fused}.{suffix}", number, siblings, suffix, packing)
-    return None
+    number = scope.removeprefix("mlp.experts.")
+    if number != scope and number.isdecimal() and len(number) < 10:
+        packing = expert_packing(int(number))
+    return packing if packing is not None and any(part == module for _, part in packing.parts) else None
 
 
 def join_of(method: str, suffix: str, rank: int) -> Join | None:
@@ -114,78 +109,85 @@ def join_of(method: str, suffix: str, rank: int) -> Join | None:
 
 
 def pair(
-    out: Mapping[str, TensorInfo],
-    source: Mapping[str, TensorInfo],
-    config: ModelConfig,
-    dropped: Mapping[str, DroppedTensor],
+    out: Mapping[str, TensorInfo], source: Mapping[str, TensorInfo], config: ModelConfig, same_as: Mapping[str, str]
 ) -> tuple[list[Slice], list[Finding]]:
-    """Find each source tensor's place in OUT. Findings: missing, of another form, or from nowhere."""
+    """Find each source tensor's place in OUT. Findings: missing, of another form, or from nowhere.
+
+    `config` is the source's; `same_as` names, for a tensor that was dropped, the one whose bytes serve for both.
+    """
     slices: list[Slice] = []
     findings: list[Finding] = []
-    filled: set[str] = set()
+    whole: set[str] = set()
+    joined: set[str] = set()
     for name, tensor in source.items():
         place = home(name)
         if name in out:
-            filled.add(name)
+            whole.add(name)
             findings += _whole(out[name], tensor, slices)
         elif place is not None and place.fused in out:
-            if place.fused not in filled:
-                filled.add(place.fused)
+            if place.fused not in joined:
+                joined.add(place.fused)
                 findings += _parts(out[place.fused], place, source, config, slices)
-        elif name in dropped and dropped[name].same_as in out:
-            findings += _whole(out[dropped[name].same_as], tensor, slices)
+        elif same_as.get(name) in out:
+            findings += _whole(out[same_as[name]], tensor, slices)
         else:
             wanted = f" (nor the fused {place.fused})" if place else ""
             findings.append(Finding(f"is missing from OUT{wanted}", tensor.shard, name))
     findings += [
         Finding("is in OUT, but nothing in the source belongs there", tensor.shard, name)
         for name, tensor in out.items()
-        if name not in filled
+        if name not in whole | joined
     ]
     return slices, findings
 
 
 def _whole(out: TensorInfo, source: TensorInfo, slices: list[Slice]) -> Iterator[Finding]:
     if (out.dtype, out.shape) != (source.dtype, source.shape):
-        yield Finding(f"is {out.form}, the source has {source.form}", out.shard, out.name)
+        yield Finding(f"is {out.form}, the source has {source.form}", out.shard, source.name)
     else:
-        slices.append(_range(out, source, source.name))
+        slices.append(span(out, source=source))
 
 
-def _range(out: TensorInfo, source: TensorInfo | None, name: str) -> Slice:
-    return Slice(out, out.start, 1, out.nbytes, out.nbytes, source, name)
+def span(
+    out: TensorInfo,
+    part: str | None = None,
+    *,
+    source: TensorInfo | None = None,
+    wanted: bytes | None = None,
+    digest: str | None = None,
+) -> Slice:
+    """The slice that is the whole of a tensor."""
+    return Slice(out, out.start, 1, out.nbytes, out.nbytes, part, source=source, wanted=wanted, digest=digest)
 
 
 def _parts(
     out: TensorInfo, place: Home, source: Mapping[str, TensorInfo], config: ModelConfig, slices: list[Slice]
 ) -> Iterator[Finding]:
     """Every part of one fused tensor, in the packing's order."""
-    parts = [source[name] for name in place.siblings if name in source]
-    if len(parts) != len(place.siblings):
-        absent = next(name for name in place.siblings if name not in source)
-        yield Finding("is fused in OUT, but the source lacks a part of it", out.shard, out.name, absent)
+    absent = [name for name in place.siblings if name not in source]
+    if absent:
+        yield Finding("is fused in OUT, but the source lacks a part of it", out.shard, out.name, absent[0])
         return
+    parts = [source[name] for name in place.siblings]
     join = join_of(config.quantisation.method, place.suffix, len(parts[0].shape))
     wanted = _wanted_shape(join, parts, place, config)
     if join is None or out.dtype != parts[0].dtype or out.shape != wanted:
         forms = ", ".join(f"{part.name.rpartition('.')[0].rpartition('.')[2]} {part.form}" for part in parts)
         shape = list(wanted) if wanted is not None else "no joined form"
         yield Finding(f"is {out.form}, wanted {parts[0].dtype} {shape}, joined from {forms}", out.shard, out.name)
-        return
-    if join is Join.SHAPE:
-        code = {8: "<2q", 4: "<2i"}[out.nbytes // 2]
+    elif join is Join.SHAPE:
         total = sum(rows.shard_size for rows in config.rows(place.packing))
-        data = struct.pack(code, total, config.hidden_size)
-        slices.append(Slice(out, out.start, 1, out.nbytes, out.nbytes, None, out.name, wanted=data))
-        return
-    at = 0
-    for part in parts:
-        cut = _cut(out, join, at, part.shape, part, part.name)
-        if cut is None:
-            yield Finding("has rows that are no whole bytes", out.shard, out.name, part.name)
-            return
-        slices.append(cut)
-        at += 0 if join is Join.ONCE else part.shape[0 if join is Join.ROWS else 1]
+        slices.append(span(out, wanted=packed_shape(out, total, config.hidden_size)))
+    else:
+        at = 0
+        for part in parts:
+            size = part.shape[0 if join is Join.ROWS else 1] if join is not Join.ONCE else 0
+            cut = cut_part(out, join, at, size, part.name, part)
+            if cut is None:
+                yield Finding("has parts that are no whole bytes", out.shard, out.name, part.name)
+            else:
+                slices.append(cut)
+            at += size
 
 
 def _wanted_shape(
@@ -193,9 +195,9 @@ def _wanted_shape(
 ) -> tuple[int, ...] | None:
     """Shape of the fused tensor, or None where the parts do not fit each other or the config."""
     first = parts[0]
-    axis = {Join.ROWS: 0, Join.COLUMNS: 1}.get(join) if join is not None else None
     if any(part.dtype != first.dtype or len(part.shape) != len(first.shape) for part in parts):
         return None
+    axis = {Join.ROWS: 0, Join.COLUMNS: 1}.get(join) if join is not None else None
     if axis is None:
         return first.shape if all(part.shape == first.shape for part in parts) else None
     others = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
@@ -205,158 +207,25 @@ def _wanted_shape(
     return (*first.shape[:axis], sum(sizes), *first.shape[axis + 1 :]) if len(others) == 1 else None
 
 
-def _cut(
-    out: TensorInfo, join: Join, at: int, shape: tuple[int, ...], source: TensorInfo | None, name: str
+def packed_shape(out: TensorInfo, rows: int, columns: int) -> bytes:
+    """The bytes of a weight_shape; empty, which nothing equals, where `out` cannot hold one."""
+    code = {"I64": "<2q", "I32": "<2i"}.get(out.dtype)
+    return struct.pack(code, rows, columns) if code is not None and max(rows, columns) < 2**31 else b""
+
+
+def cut_part(
+    out: TensorInfo, join: Join, at: int, size: int, part: str, source: TensorInfo | None = None
 ) -> Slice | None:
-    """The slice of `out` that a part of `shape` fills from `at` on; None where its edges are no whole bytes."""
+    """The slice of `out` that a part fills along the joined axis, from `at` on; None where it is no whole bytes of it."""
     if join is Join.ONCE:
-        return _range(out, source, name)
-    if join is Join.ROWS:
-        row_bytes = tensor_bytes(out.dtype, out.shape[1:])
-        if row_bytes is None or (at + shape[0]) * row_bytes > out.nbytes:
-            return None
-        size = shape[0] * row_bytes
-        return Slice(out, out.start + at * row_bytes, 1, size, size, source, name, at)
-    offset, width = tensor_bytes(out.dtype, (at,)), tensor_bytes(out.dtype, shape[1:])
-    stride = tensor_bytes(out.dtype, out.shape[1:])
-    if offset is None or width is None or stride is None or offset + width > stride:
+        return span(out, part, source=source)
+    axis = 0 if join is Join.ROWS else 1
+    if len(out.shape) <= axis or at + size > out.shape[axis]:
         return None
-    return Slice(out, out.start + offset, out.shape[0], width, stride, source, name)
-
-
-def slices_by_manifest(out: Mapping[str, TensorInfo], manifest: Manifest) -> tuple[list[Slice], list[Finding]]:
-    """The slices that the manifest names, where there is no source to ask."""
-    slices: list[Slice] = []
-    findings: list[Finding] = []
-    for name, entry in manifest.tensors.items():
-        tensor = out.get(name)
-        if tensor is None:
-            findings.append(Finding("is in the manifest but not in OUT", None, name))
-        elif not entry.parts:
-            slices.append(_range(tensor, None, name))
-        elif entry.join == Join.SHAPE.value:
-            slices.append(replace(_range(tensor, None, name), wanted=_summed(entry, tensor)))
-        else:
-            for part in entry.parts:
-                cut = _part_of(tensor, entry, part)
-                if cut is None:
-                    findings.append(Finding("the manifest gives rows beyond its end", tensor.shard, name, part.name))
-                else:
-                    slices.append(cut)
-    findings += [
-        Finding("is in OUT but not in the manifest", tensor.shard, name)
-        for name, tensor in out.items()
-        if name not in manifest.tensors
-    ]
-    return slices, findings
-
-
-def _part_of(tensor: TensorInfo, entry: TensorEntry, part: PartEntry) -> Slice | None:
-    join = Join(entry.join)
-    axis = {Join.ROWS: 0, Join.COLUMNS: 1}.get(join)
-    if axis is not None and len(tensor.shape) <= axis:
+    offset, length, stride = (
+        tensor_bytes(out.dtype, (length, *out.shape[axis + 1 :])) for length in (at, size, out.shape[axis])
+    )
+    if offset is None or length is None or stride is None:
         return None
-    shape = tensor.shape if axis is None else (*tensor.shape[:axis], part.shard_size, *tensor.shape[axis + 1 :])
-    return _cut(tensor, join, part.shard_offset, shape, None, part.name)
-
-
-def _summed(entry: TensorEntry, tensor: TensorInfo) -> bytes:
-    """[rows of all parts, in_features] from the parts' own weight_shape; empty, so never equal, where there is none."""
-    code = {8: "<2q", 4: "<2i"}.get(tensor.nbytes // 2)
-    datas = [bytes.fromhex(part.data or "") for part in entry.parts]
-    if code is None or any(len(data) != tensor.nbytes for data in datas):
-        return b""
-    pairs = [struct.unpack(code, data) for data in datas]
-    total = sum(rows for rows, _ in pairs)
-    return struct.pack(code, total, pairs[0][1]) if 0 <= total < 2**31 else b""
-
-
-def _gathered(reader: Checkpoint, part: Slice, row: int, count: int) -> bytearray:
-    """`count` runs of a slice, one after another, by one read."""
-    span = bytearray((count - 1) * part.stride + part.row_bytes)
-    reader.files.read_into(part.out.shard, part.start + row * part.stride, memoryview(span))
-    if part.stride == part.row_bytes or count == 1:
-        return span
-    joined = bytearray(count * part.row_bytes)
-    for number in range(count):
-        joined[number * part.row_bytes : (number + 1) * part.row_bytes] = span[
-            number * part.stride : number * part.stride + part.row_bytes
-        ]
-    return joined
-
-
-def compare(
-    part: Slice, out: Checkpoint, source: Checkpoint | None, *, hashed: bool, on_bytes: OnBytes
-) -> tuple[Finding | None, str | None]:
-    """Compare one slice byte for byte with its source, in blocks, and digest OUT's bytes on the way.
-
-    Returns the first difference, if any, and the BLAKE3 of OUT's bytes, if `hashed`.
-    """
-    state = digest.hasher() if hashed else None
-    finding = None
-    for at, ours in _blocks(part, out):
-        if finding is None:
-            theirs = _theirs(part, source, at, len(ours))
-            if theirs is not None and ours != theirs:
-                finding = _difference(part, at + _first_difference(ours, theirs))
-        if state is not None:
-            state.update(ours)
-        elif finding is not None:
-            break
-        on_bytes(len(ours))
-    return finding, state.hexdigest() if state is not None else None
-
-
-def _blocks(part: Slice, out: Checkpoint) -> Iterator[tuple[int, bytearray]]:
-    """(offset in the part, bytes) of a slice, about a MiB at a time."""
-    if part.rows == 1:
-        for at in range(0, part.row_bytes, BLOCK_BYTES):
-            block = bytearray(min(BLOCK_BYTES, part.row_bytes - at))
-            out.files.read_into(part.out.shard, part.start + at, memoryview(block))
-            yield at, block
-        return
-    batch = max(1, BLOCK_BYTES // part.stride)
-    for row in range(0, part.rows, batch):
-        yield row * part.row_bytes, _gathered(out, part, row, min(batch, part.rows - row))
-
-
-def _theirs(part: Slice, source: Checkpoint | None, at: int, size: int) -> bytearray | None:
-    if part.wanted is not None:
-        return bytearray(part.wanted[at : at + size])
-    if source is None or part.source is None:
-        return None
-    theirs = bytearray(size)
-    source.files.read_into(part.source.shard, part.source.start + at, memoryview(theirs))
-    return theirs
-
-
-def _first_difference(ours: bytearray, theirs: bytearray) -> int:
-    low, high = 0, len(ours)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if ours[low:middle] == theirs[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _difference(part: Slice, offset: int) -> Finding:
-    """Name the first differing byte by tensor, part and row."""
-    tensor = part.out
-    row_bytes = (
-        part.row_bytes if part.rows > 1 else tensor_bytes(tensor.dtype, tensor.shape[1:]) if tensor.shape else None
-    )
-    part_row = offset // row_bytes if row_bytes else None
-    within = (
-        offset if part.rows == 1 else part_row * part.stride + offset % part.row_bytes if part_row is not None else 0
-    )
-    return Finding(
-        "differs from the source" if part.wanted is None else "is not the shape of the fused weight",
-        tensor.shard,
-        tensor.name,
-        part.name if part.is_part else None,
-        part.first_row + part_row if part_row is not None else None,
-        part_row,
-        part.start - tensor.start + within,
-    )
+    rows = 1 if axis == 0 else out.shape[0]
+    return Slice(out, out.start + offset, rows, length, stride, part, 0 if axis else at, source)

@@ -76,7 +76,8 @@ svg .on{fill:#fff;font-weight:600}svg .fg{fill:var(--ink)}
 .legend .p0{background:var(--a)}.legend .p1{background:var(--b)}.legend .p2{background:var(--c)}
 .facts{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:18px 32px;margin-top:18px;padding-top:16px;
 border-top:1px solid var(--line)}
-.facts section+section{margin-top:18px}.facts h4{margin:0 0 8px;font-size:.875rem;display:flex;justify-content:space-between;gap:8px;font-weight:600}
+.facts section+section{margin-top:18px}
+.facts h4{margin:0 0 8px;font-size:.875rem;display:flex;justify-content:space-between;gap:8px;font-weight:600}
 .facts h4 span{font-weight:400;color:var(--dim)}
 dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:3px 16px;font-size:.875rem}
 dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
@@ -434,9 +435,9 @@ def _exact_of(check: ProjectionCheck, report: VerifyReport) -> str:
 
 def _labels(tensor: str, shard_ids: Sequence[str]) -> list[str]:
     """What people call the parts: q, k, v; gate, up."""
-    module = tensor.rpartition(".")[0]
+    module = tensor.rpartition(".")[0].rpartition(".")[2]
     for packing in PACKINGS:
-        if module.endswith(packing.fused) and len(packing.parts) == len(shard_ids):
+        if packing.fused.rpartition(".")[2] == module and len(packing.parts) == len(shard_ids):
             return [part.rpartition(".")[2].removesuffix("_proj") for _, part in packing.parts]
     return list(shard_ids)
 

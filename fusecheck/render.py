@@ -32,7 +32,7 @@ from fusecheck.html import duration
 
 if TYPE_CHECKING:
     from fusecheck.exact import Finding
-    from fusecheck.operations.bench import BenchReport, Case, LoadBench, ProjectionBench
+    from fusecheck.operations.bench import BenchReport, ProjectionBench
     from fusecheck.operations.fuse import FuseReport
     from fusecheck.operations.inspect import InspectReport, ProjectionForm
     from fusecheck.operations.verify import VerifyReport
@@ -344,31 +344,31 @@ def verify_lines(report: VerifyReport, *, quiet: bool) -> Iterator[str]:
 def bench_table(projection: ProjectionBench) -> Table:
     """One row per size of hidden states: medians, launches, and whether fusing gains beyond the noise."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    name = printable(projection.tensor.rpartition(".")[0].rpartition(".")[2])
-    for heading in (name, "separate", "fused", "fused is", "launches", "hidden reads"):
-        table.add_column(heading, no_wrap=True)
+    for heading in (_module(projection), "separate", "fused", "ratio", "noise", "fused is", "launches"):
+        table.add_column(heading, no_wrap=True, justify="right" if heading in {"separate", "fused"} else "left")
     for case in projection.cases:
-        rows = _count(case.batch, "row") + ("" if case.mode == "eager" else ", graph")
         table.add_row(
-            f"{case.phase} {rows}",
+            f"{case.phase} {case.batch}" + ("" if case.mode == "eager" else " graph"),
             duration(case.separate.median),
             duration(case.fused.median),
-            _outcome(case),
+            f"{case.ratio:.2f} x",
+            f"{case.noise:.1%}",
+            Text(case.outcome, style={"faster": "green", "slower": "yellow"}.get(case.outcome, "dim")),
             f"{case.launches.separate_total} -> {case.launches.fused_total}",
-            f"{case.hidden_bytes_separate // case.hidden_bytes_fused} -> 1",
         )
     return table
 
 
-def _outcome(measured: Case | LoadBench) -> Text:
-    style = {"faster": "green", "slower": "yellow"}.get(measured.outcome, "dim")
-    return Text.assemble((measured.outcome, style), f" ({measured.ratio:.2f} x, noise {measured.noise:.0%})")
+def _module(projection: ProjectionBench) -> str:
+    return printable(projection.tensor.rpartition(".")[0].rpartition(".")[2])
 
 
 def bench_lines(report: BenchReport, *, quiet: bool, verbose: bool) -> Iterator[str]:
     """Everything below the tables: load time, the device, the result in words."""
     if not quiet:
         yield f"launches are {report.counted}, as torch.profiler counts them"
+        reads = (f"{_module(projection)} {len(projection.parts)} -> 1" for projection in report.projections)
+        yield f"reads    of the hidden states: {', '.join(reads)}"
         if report.load is not None:
             load = report.load
             yield (

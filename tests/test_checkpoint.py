@@ -45,7 +45,7 @@ STRAY: dict[str, Tensor] = {"stray": ("U8", (1,), b"\0")}
 def read(folder: Path, *, follow_links: bool = False) -> tuple[Checkpoint, Model]:
     """All that is checked before a byte is written; the checkpoint is closed again."""
     with open_checkpoint(folder, follow_links=follow_links) as checkpoint:
-        return checkpoint, survey(checkpoint.tensors, checkpoint.config)
+        return checkpoint, survey(checkpoint.tensors, checkpoint.config, checkpoint.peek)
 
 
 def refusal(folder: Path) -> FusecheckError:
@@ -68,7 +68,7 @@ def test_every_good_checkpoint_is_read_with_every_tensor(spec: Spec) -> None:
         folder = Path(name) / "in"
         source = write_checkpoint(folder, spec)
         with open_checkpoint(folder) as checkpoint:
-            model = survey(checkpoint.tensors, checkpoint.config)
+            model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek)
             for tensor in checkpoint.tensors.values():
                 data = bytearray(tensor.nbytes)
                 checkpoint.files.read_into(tensor.shard, tensor.start, memoryview(data))
@@ -555,6 +555,10 @@ def drop(*names: str) -> Change:
     return lambda content: [content.pop(name) for name in names]
 
 
+def both(*changes: Change) -> Change:
+    return lambda content: [change(content) for change in changes]
+
+
 def prefixed(prefix: str) -> Change:
     def change(content: Tensors) -> None:
         for name in list(content):
@@ -597,15 +601,21 @@ TENSOR_BENDS: dict[str, tuple[Change, str, str]] = {  # change, tensor, words
     "up is flat": (shaped(UP, 12), UP, "found [12], wanted [3, 4]"),
     "k has another dtype": (shaped(K, 4, 4, dtype="F16"), K, "wanted BF16, as "),
     "up has another dtype": (shaped(UP, 3, 4, dtype="F8_E4M3"), UP, "--keep-split"),
-    "q is an integer": (shaped(Q, 8, 4, dtype="I8"), Q, "not floating-point: found I8"),
+    "q alone is an integer": (shaped(Q, 8, 4, dtype="I8"), "", "dtype"),
+    "gate and up are integers": (both(shaped(GATE, 3, 4, dtype="I8"), shaped(UP, 3, 4, dtype="I8")), GATE, "I8"),
     "a bias on q alone": (
         shaped(Q.replace("weight", "bias"), 8),
         Q.replace("weight", "bias"),
-        "attention_bias is false",
+        "attention_bias",
     ),
-    "a bias on gate": (shaped(GATE.replace("weight", "bias"), 3), GATE.replace("weight", "bias"), "mlp_bias is false"),
-    "scales": (shaped(Q.replace("weight", "weight_scale"), 1), Q.replace("weight", "weight_scale"), "quantised"),
-    "GPTQ": (shaped(Q.replace("weight", "qweight"), 1, dtype="I8"), Q.replace("weight", "qweight"), "quantised"),
+    "a bias on gate": (shaped(GATE.replace("weight", "bias"), 3), GATE.replace("weight", "bias"), "mlp_bias"),
+    "scales on q alone": (shaped(Q.replace("weight", "weight_scale"), 1), "weight_scale", "qkv_proj is missing"),
+    "scales that the config does not declare": (
+        both(*(shaped(name.replace("weight", "weight_scale"), 3, 1) for name in (GATE, UP))),
+        "gate_proj.weight_scale",
+        "does not explain",
+    ),
+    "GPTQ on q alone": (shaped(Q.replace("weight", "qweight"), 1, dtype="I8"), "qweight", "qkv_proj is missing"),
     "both forms": (
         shaped(f"{LAYER}self_attn.qkv_proj.weight", 16, 4),
         f"{LAYER}self_attn.qkv_proj.weight",
@@ -651,7 +661,7 @@ BIAS = Spec(hidden_size=4, head_dim=2, intermediate_size=3, vocab_size=2, bias=T
 
 @pytest.mark.parametrize(
     ("gone", "words"),
-    [("q", "incomplete"), ("k", "incomplete"), ("v", "incomplete"), ("qkv", "attention_bias is true")],
+    [("q", "some parts"), ("k", "some parts"), ("v", "some parts"), ("qkv", "no bias on self_attn.qkv_proj")],
 )
 def test_a_bias_on_some_parts_or_in_some_layers_only(tmp_path: Path, gone: str, words: str) -> None:
     names = [f"{LAYER}self_attn.{part}_proj.bias" for part in gone]

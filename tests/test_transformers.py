@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +86,55 @@ def test_fused_and_split_give_equal_logits(spec: Spec, tmp_path: Path) -> None:
     assert len({tensor.untyped_storage().data_ptr() for tensor in of_fused.values()}) == len(of_fused) - spec.tied
 
 
+SMALL: dict[str, object] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+SPARSE: dict[str, object] = {
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+OTHERS: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**SPARSE, "decoder_sparse_step": 1, "mlp_only_layers": [1]}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_the_other_families(model_type: str, tmp_path: Path) -> None:
+    """12 experts: 10 comes after 9, not after 1. What is saved from a fused MoE is split again, expert by expert."""
+    architecture, more = OTHERS[model_type]
+    config = {"architectures": [architecture], "model_type": model_type, **SMALL, **more}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    split_folder, fused_folder = tmp_path / "split", tmp_path / "fused"
+    script = Path(__file__).parent.parent / "scripts" / "make_checkpoint.py"
+    subprocess.run([sys.executable, script, tmp_path / "config.json", split_folder], check=True, capture_output=True)
+    fuse(split_folder, fused_folder)
+    right = logits(load(split_folder)[0])
+    module.register()
+    model, said = load(fused_folder)
+    assert said == {}
+    assert torch.equal(logits(model), right)
+    assert torch.equal(logits(load(split_folder)[0]), right)
+    model.save_pretrained(tmp_path / "saved")
+    assert read_checkpoint(tmp_path / "saved") == read_checkpoint(split_folder)
+
+
 def test_without_it_transformers_serves_random_weights_and_no_error(tmp_path: Path) -> None:
     """The reason for all this: a table in the log, and another answer every time."""
     split_folder, fused_folder = pair(tmp_path, SPECS["untied"])
@@ -132,17 +183,18 @@ def test_twice_is_once_and_what_others_registered_stays() -> None:
     mapping.register_checkpoint_conversion_mapping("qwen3", [theirs], overwrite=True)
     for _ in range(2):
         module.register()
-    for model_type in FAMILIES:
-        known = mapping.get_checkpoint_conversion_mapping(model_type)
+    for family in FAMILIES.values():
+        known = mapping.get_checkpoint_conversion_mapping(family.text_type or family.model_type)
         ours = [op for transform in known for op in getattr(transform, "operations", ())]
-        assert len([op for op in ours if isinstance(op, module.SplitRows)]) == 2
-    assert mapping.get_checkpoint_conversion_mapping("qwen3")[0].source_patterns == ["of_another"]
+        assert len([op for op in ours if isinstance(op, module.SplitRows)]) == 3
+        assert len([op for op in ours if isinstance(op, module.StackExperts)]) == family.experts
+    assert mapping.get_checkpoint_conversion_mapping("qwen3")[-1].source_patterns == ["of_another"]
 
 
 def test_names_are_matched_by_component() -> None:
     module.register()
     mapping = importlib.import_module("transformers.conversion_mapping")
-    qkv, gate_up = mapping.get_checkpoint_conversion_mapping("qwen3")[-2:]
+    qkv, gate_up = mapping.get_checkpoint_conversion_mapping("qwen3")[:2]
     name = "model.layers.10.self_attn.qkv_proj.bias"
     assert qkv.rename_source_key(name)[0] == "model.layers.10.self_attn.q_proj.bias"
     for other in ("a.xself_attn.qkv_proj.weight", "a.self_attn.qkv_projector.weight", "a.self_attnxqkv_proj.weight"):

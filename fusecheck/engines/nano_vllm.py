@@ -11,6 +11,7 @@ stays the engine's. Which tensor fills what is decided from the headers, before 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,18 @@ from fusecheck.checkpoint import Checkpoint, open_checkpoint
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError, shown
 from fusecheck.header import TensorInfo
-from fusecheck.mapping import GROUPED_SUFFIXES, PACKINGS, ShardRows, packed_modules_mapping
+from fusecheck.mapping import PACKINGS, SHARED_EXPERT, Packing, ShardRows, expert_packing, packed_modules_mapping
 
 PackedModules: TypeAlias = Mapping[str, tuple[str, int | str]]
 """part -> (fused, shard_id), as nano-vllm's models carry it."""
+
+_BY_MODULE: dict[str, Packing] = {packing.fused: packing for packing in (*PACKINGS, SHARED_EXPERT)}
+_FUSED = re.compile(
+    rf"((?:.*\.)?layers\.[0-9]+\.)({'|'.join(map(re.escape, _BY_MODULE))}|mlp\.experts\.([0-9]{{1,9}})\.gate_up_proj)"
+    r"\.(weight|bias)",
+    re.ASCII | re.DOTALL,
+)
+"""Before the module, the module, the expert's number, the suffix."""
 
 LISTED = 8
 """Names that one message lists of each kind; the error's fields hold them all."""
@@ -177,22 +186,24 @@ def _sources(checkpoint: Checkpoint, targets: Mapping[str, _Target]) -> tuple[di
 
 
 def _parts(tensor: TensorInfo, config: ModelConfig) -> Iterator[tuple[str, _Source]]:
-    """The parts of a fused tensor, by the config's rows; of any other tensor none."""
-    for packing in PACKINGS:
-        for suffix in GROUPED_SUFFIXES:
-            ending = f".{packing.fused}.{suffix}"
-            if not tensor.name.endswith(ending):
-                continue
-            rows = config.rows(packing)
-            total = sum(part.shard_size for part in rows)
-            if not tensor.shape or tensor.shape[0] != total:
-                problem = f"rows contradict {CONFIG}"
-                raise CheckpointError(
-                    problem, file=tensor.shard, tensor=tensor.name, found=list(tensor.shape), wanted=f"{total} rows"
-                )
-            before = tensor.name.removesuffix(ending)
-            for (_, part), part_rows in zip(packing.parts, rows, strict=True):
-                yield f"{before}.{part}.{suffix}", _Source(tensor, part_rows)
+    """The parts of a fused weight or bias, by the config's rows; of any other tensor none."""
+    match = _FUSED.fullmatch(tensor.name)
+    if match is None:
+        return
+    before, module, expert, suffix = match.groups()
+    packing = expert_packing(int(expert)) if expert else _BY_MODULE[module]
+    rows = config.rows(packing)
+    total = sum(part.shard_size for part in rows)
+    if not tensor.shape or tensor.shape[0] != total:
+        raise CheckpointError(
+            f"rows contradict {CONFIG}",
+            file=tensor.shard,
+            tensor=tensor.name,
+            found=list(tensor.shape),
+            wanted=f"{total} rows",
+        )
+    for (_, part), part_rows in zip(packing.parts, rows, strict=True):
+        yield f"{before}{part}.{suffix}", _Source(tensor, part_rows)
 
 
 def _choose(

@@ -6,19 +6,20 @@
 
 Without it transformers loads a fused folder too, says so in a table, and serves random q, k, v, gate and up projections.
 
-Why not its own `Chunk` or `Split`: the one cuts equal pieces only; neither compares the rows with the config, and under
-tensor parallelism, where an op sees a rank's slice of the fused tensor, both hand out rows of another projection.
+Why not its own `Chunk` or `Split`: the one cuts equal pieces only, the other is not in every 5.x; and under tensor
+parallelism, where an operation is given a rank's slice of the fused tensor, `Chunk` hands out rows of another projection.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusecheck.errors import CheckpointError, SystemFailure
-from fusecheck.mapping import FAMILIES, PACKINGS, Packing, ShardRows, shard_rows
+from fusecheck.mapping import FAMILIES, PACKINGS, SHARED_EXPERT, Packing
 
 _lacking: ImportError | None = None
 try:
@@ -30,18 +31,6 @@ try:
 except ImportError as error:  # absent, or of a version that cannot convert; register() says so
     _lacking = error
     ConversionOps = object  # type: ignore[misc, assignment]
-
-
-class _Dimensions(Protocol):
-    """What is read of a transformers config."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int | None
-    head_dim: int | None
-
-    def get_text_config(self) -> _Dimensions: ...
 
 
 def register() -> None:
@@ -57,11 +46,14 @@ def register() -> None:
             wanted="transformers >= 5.0",
             remedy="pip install 'fusecheck[transformers]'",
         )
-    for model_type in FAMILIES:
+    for family in FAMILIES.values():
+        model_type = family.text_type or family.model_type
         known = get_checkpoint_conversion_mapping(model_type) or []  # type: ignore[no-untyped-call]
         if not any(isinstance(op, SplitRows) for transform in known for op in getattr(transform, "operations", ())):
-            ours = [_converter(packing) for packing in PACKINGS]
-            register_checkpoint_conversion_mapping(model_type, [*known, *ours], overwrite=True)
+            ours = [_converter(packing) for packing in (*PACKINGS, SHARED_EXPERT)]
+            ours += [_expert_converter()] * family.experts
+            # first: of two that could write a name when saving, transformers takes the later
+            register_checkpoint_conversion_mapping(model_type, [*ours, *known], overwrite=True)
 
 
 def _converter(packing: Packing) -> WeightConverter:
@@ -69,15 +61,21 @@ def _converter(packing: Packing) -> WeightConverter:
     return WeightConverter(
         source_patterns=re.escape(f".{packing.fused}."),
         target_patterns=[f".{part}." for _, part in packing.parts],
-        operations=[SplitRows(packing)],
+        operations=[SplitRows()],
+    )
+
+
+def _expert_converter() -> WeightConverter:
+    """All experts stand in one tensor there, [experts, rows, columns], gate above up: ours, stacked."""
+    return WeightConverter(
+        source_patterns=r"\.mlp\.experts\.*.gate_up_proj\.weight",
+        target_patterns=".mlp.experts.gate_up_proj",
+        operations=[StackExperts()],
     )
 
 
 class SplitRows(ConversionOps):
-    """A fused tensor -> its parts, rows [shard_offset, shard_offset + shard_size) each, as the weight_loaders have them."""
-
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
+    """A fused tensor -> its parts, one below the other, of as many rows as the model's parameters have."""
 
     def convert(  # called by keyword, with more keywords in every release
         self,
@@ -88,22 +86,19 @@ class SplitRows(ConversionOps):
     ) -> dict[str, list[Tensor]]:
         """Cut; a copy each, so that a part neither keeps the fused tensor alive nor lies unaligned in it."""
         (found,) = input_dict.values()
-        fused = _one(found)
-        config: _Dimensions = context["config"]
-        rows = _rows(self.packing, config.get_text_config())
-        wanted = sum(part.shard_size for part in rows)
-        if not fused.dim() or fused.shape[0] != wanted:
+        fused, first = _one(found), target_patterns[0]
+        name: str = context["full_layer_name"]
+        names = [name.replace(first, target, 1) for target in target_patterns]
+        rows = [context["model"].get_parameter(name).shape[0] for name in names]
+        if not fused.dim() or fused.shape[0] != sum(rows):
             raise CheckpointError(
-                f"{self.packing.fused} cannot be split at the rows of the config",
-                tensor=context.get("full_layer_name"),
+                "a fused tensor cannot be split into these rows",
+                tensor=name,
                 found=list(fused.shape),
-                wanted=f"{wanted} rows",
+                wanted=" + ".join(map(str, rows)),
                 remedy="with tp_plan, load the split checkpoint: a rank is given a slice of the fused tensor",
             )
-        return {
-            pattern: [fused.narrow(0, part.shard_offset, part.shard_size).clone()]
-            for pattern, part in zip(target_patterns, rows, strict=True)
-        }
+        return {target: [part.clone()] for target, part in zip(target_patterns, torch.split(fused, rows), strict=True)}
 
     @property
     def reverse_op(self) -> KeepSplit:
@@ -127,16 +122,45 @@ class KeepSplit(ConversionOps):
         return {name.replace(fused, part, 1): [_one(found)] for part, found in input_dict.items()}
 
 
+class StackExperts(ConversionOps):
+    """`experts.N.gate_up_proj.weight` of all N -> `experts.gate_up_proj`; they come in the order of their numbers."""
+
+    def convert(
+        self,
+        input_dict: dict[str, Tensor | list[Tensor]],
+        source_patterns: list[str],  # noqa: ARG002
+        target_patterns: list[str],
+        **_: object,
+    ) -> dict[str, list[Tensor]]:
+        """Stack; a missing expert gives another shape than the model's, which transformers refuses."""
+        (found,) = input_dict.values()
+        return {target_patterns[0]: [torch.stack(list(found))]}
+
+    @property
+    def reverse_op(self) -> SplitExperts:
+        """What `save_pretrained` does with the stack."""
+        return SplitExperts()
+
+
+class SplitExperts(ConversionOps):
+    """The stack -> gate and up of every expert, under the names of a published checkpoint."""
+
+    def convert(
+        self,
+        input_dict: dict[str, Tensor | list[Tensor]],
+        source_patterns: list[str],  # noqa: ARG002
+        target_patterns: list[str],  # noqa: ARG002
+        **context: Any,  # noqa: ANN401 - as above
+    ) -> dict[str, list[Tensor]]:
+        """Full names, as KeepSplit gives them."""
+        (found,) = input_dict.values()
+        base = str(context["full_layer_name"]).partition(".mlp.experts.")[0]
+        return {
+            f"{base}.mlp.experts.{number}.{part}.weight": [rows.contiguous()]
+            for number, expert in enumerate(_one(found))
+            for part, rows in zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+        }
+
+
 def _one(found: Tensor | list[Tensor]) -> Tensor:
     return found[0] if isinstance(found, list) else found
-
-
-def _rows(packing: Packing, config: _Dimensions) -> tuple[ShardRows, ...]:
-    heads = config.num_attention_heads
-    return shard_rows(
-        packing,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=config.intermediate_size,
-    )

@@ -13,10 +13,10 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -207,8 +207,9 @@ def bench(
         stack.enter_context(pinned(chosen))
         notes += _busy()
         steps = _Steps(on_progress)
-        projections = _projections(opened, origin, layer, chosen, seed, steps, notes)
-        load = _load(opened, origin, chosen, steps, notes)
+        prefix = survey(opened.tensors, opened.config, opened.peek, keep_split=True).prefix
+        projections = _projections(opened, origin, prefix, layer, chosen, seed, steps, notes)
+        load = _load(opened, origin, prefix, chosen, steps, notes)
         for checkpoint in filter(None, (opened, origin)):
             checkpoint.files.check_unchanged()
     return _report(folder, origin, chosen, projections, load, layer=layer, seed=seed, notes=notes)
@@ -313,6 +314,7 @@ def _open_source(
 def _projections(
     out: Checkpoint,
     source: Checkpoint | None,
+    prefix: str,
     layer: int,
     device: torch.device,
     seed: int,
@@ -324,7 +326,7 @@ def _projections(
     count = out.config.num_hidden_layers
     if not 0 <= layer < count:
         raise UsageError("--layer is beyond the model", found=layer, wanted=f"0 to {count - 1}")
-    prefix = f"{survey(out.tensors, out.config, keep_split=True).prefix}layers.{layer}."
+    prefix = f"{prefix}layers.{layer}."
     packings = [packing for packing in PACKINGS if f"{prefix}{packing.fused}.weight" in out.tensors]
     if not packings:
         raise UsageError(
@@ -548,14 +550,14 @@ _Entry: TypeAlias = "tuple[str, str, str, ShardId | None]"
 
 
 def _load(
-    out: Checkpoint, source: Checkpoint | None, device: torch.device, steps: _Steps, notes: list[str]
+    out: Checkpoint, source: Checkpoint | None, prefix: str, device: torch.device, steps: _Steps, notes: list[str]
 ) -> LoadBench | None:
     """Load as many layers as fit both ways, in turn, each layer into the same parameters."""
-    fused, split, size, layers = _entries(out, source)
+    fused, split, size, layers = _entries(out, source, prefix)
     if source is None or not split:
         notes += [] if source is None else ["loading split is not measured: the source has these projections fused"]
         return None
-    modules = _modules(out, device)
+    modules = _modules(out, [name for name, *_ in fused], device)
     clock = _clock(device)
     ways: list[_Run] = [lambda: _fill(source, split, modules), lambda: _fill(out, fused, modules)]
     for run in ways:
@@ -580,38 +582,39 @@ def _load(
     )
 
 
-def _entries(out: Checkpoint, source: Checkpoint | None) -> tuple[list[_Entry], list[_Entry], int, int]:
-    """What is read fused and split, in bytes and over how many layers; layers that are not both are left out."""
-    prefix = survey(out.tensors, out.config, keep_split=True).prefix
-    theirs: Mapping[str, object] = source.tensors if source is not None else {}
+def _entries(out: Checkpoint, source: Checkpoint | None, prefix: str) -> tuple[list[_Entry], list[_Entry], int, int]:
+    """What is read fused and split, in bytes and over how many layers; what is not both, or of another dtype, is left out."""
     fused: list[_Entry] = []
     split: list[_Entry] = []
+    dtypes: dict[str, str] = {}
     size = layers = 0
-    for layer in range(out.config.num_hidden_layers):
+    for layer in range(out.config.num_hidden_layers if source is not None else 0):
         before = len(fused)
-        for packing in PACKINGS:
-            for suffix in ("weight", "bias"):
-                name = f"{prefix}layers.{layer}.{packing.fused}.{suffix}"
-                parts = [(f"{prefix}layers.{layer}.{module}.{suffix}", i) for i, module in packing.parts]
-                if source is None or name not in out.tensors or any(part not in theirs for part, _ in parts):
-                    continue
-                parameter = f"{packing.fused}.{suffix}"
-                fused.append((name, out.tensors[name].shard, parameter, None))
-                split += [(part, source.tensors[part].shard, parameter, i) for part, i in parts]
-                size += out.tensors[name].nbytes
+        for packing, suffix in product(PACKINGS, ("weight", "bias")):
+            base, parameter = f"{prefix}layers.{layer}.", f"{packing.fused}.{suffix}"
+            whole = out.tensors.get(f"{base}{parameter}")
+            parts = (
+                [(i, source.tensors.get(f"{base}{module}.{suffix}")) for i, module in packing.parts] if source else []
+            )
+            found = [(i, part) for i, part in parts if part is not None]
+            if whole is None or len(found) < len(parts) or dtypes.setdefault(packing.fused, whole.dtype) != whole.dtype:
+                continue
+            fused.append((whole.name, whole.shard, parameter, None))
+            split += [(part.name, part.shard, parameter, i) for i, part in found]
+            size += whole.nbytes
         layers += len(fused) > before
         if size >= LOAD_BYTES:
             break
     return fused, split, size, layers
 
 
-def _modules(out: Checkpoint, device: torch.device) -> dict[str, LinearBase]:
-    """The engine's layers, empty, one of each packing, in the dtype of the first tensor of its kind."""
+def _modules(out: Checkpoint, names: Iterable[str], device: torch.device) -> dict[str, LinearBase]:
+    """The engine's layers, empty, one of each packing, in the dtype of the first of the named tensors."""
     from fusecheck.linear import MergedColumnParallelLinear, QKVParallelLinear  # noqa: PLC0415
 
     config, modules = out.config, dict[str, "LinearBase"]()
     for packing in PACKINGS:
-        name = next((name for name in out.tensors if name.endswith(f".{packing.fused}.weight")), None)
+        name = next((name for name in names if name.endswith(f"{packing.fused}.weight")), None)
         if name is None:
             continue
         dtype = _read(out, name).dtype

@@ -62,8 +62,9 @@ def main(checkout: Path) -> int:
     for check in CHECKS:
         with tempfile.TemporaryDirectory(prefix="nano-vllm-check-") as work:
             split, fused = Path(work, "split"), Path(work, "fused")
-            make = [sys.executable, ROOT / "scripts" / "make_checkpoint.py", *check.arguments[:1], split]
-            subprocess.run([*make, *check.arguments[1:]], check=True, stdout=subprocess.DEVNULL)
+            model, *rest = check.arguments
+            script = str(ROOT / "scripts" / "make_checkpoint.py")
+            run([sys.executable, script, model, str(split), *rest])
             fusecheck_fuse(split, fused)
             for size in WORLD_SIZES:
                 timed = check.timed and size == 1
@@ -77,7 +78,7 @@ def version_of(checkout: Path) -> str:
     """From its pyproject.toml, and the commit where git knows one."""
     text = (checkout / "pyproject.toml").read_text(encoding="utf-8")
     version = next(line.split('"')[1] for line in text.splitlines() if line.startswith("version"))
-    command = ["git", "-C", checkout, "log", "-1", "--format=%h of %cs"]
+    command = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
     commit = subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
     return f"{version} ({commit})" if commit and (checkout / ".git").exists() else version
 
@@ -85,7 +86,12 @@ def version_of(checkout: Path) -> str:
 def fusecheck_fuse(split: Path, fused: Path) -> None:
     """As a user runs it."""
     code = "import sys; from fusecheck.cli import main; sys.exit(main())"
-    subprocess.run([sys.executable, "-c", code, "fuse", "-q", split, fused], check=True, stdout=subprocess.DEVNULL)
+    run([sys.executable, "-c", code, "fuse", "-q", str(split), str(fused)])
+
+
+def run(command: Sequence[str]) -> None:
+    """A step that must succeed."""
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def run_ranks(checkout: Path, split: Path, fused: Path, size: int, *, timed: bool) -> list[dict[str, Any]]:
@@ -112,7 +118,8 @@ def report(check: Check, shards: int, ranks: Sequence[dict[str, Any]]) -> int:
     """Print a line for each rank; how many are not as expected."""
     wrong = 0
     for number, found in enumerate(ranks):
-        good = found.get("split") == found.get("fused") == [] and "gate_gate_up_proj" in found["own_loader_on_fused"]
+        own = found.get("own_loader_on_fused", "")
+        good = found.get("split") == found.get("fused") == [] and "gate_gate_up_proj" in own
         wrong += not good
         words = f"{found.get('parameters')} parameters bit-equal from split and fused" if good else f"WRONG: {found}"
         print(f"{check.name:36}{shards} shards  rank {number} of {len(ranks)}  {words}")
@@ -193,7 +200,9 @@ def timings(model: torch.nn.Module, loads: dict[str, Callable[[], object]]) -> d
 
 def rank_main(arguments: argparse.Namespace) -> dict[str, Any]:
     """Load and compare; the findings as JSON."""
-    checkout, split, fused = arguments.checkout, *arguments.folders
+    checkout: Path = arguments.checkout
+    split: Path = arguments.folders[0]
+    fused: Path = arguments.folders[1]
     rank, size, store, timed = arguments.rank
     stand_ins(checkout)
     own_load: Callable[[torch.nn.Module, str], None] = importlib.import_module("nanovllm.utils.loader").load_model

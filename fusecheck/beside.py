@@ -1,0 +1,71 @@
+"""What lies beside the tensors of an output: config.json, side files, stray weight files, the layout that it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fusecheck.checkpoint import Checkpoint, same_bytes
+from fusecheck.config import CONFIG
+from fusecheck.errors import CheckpointError
+from fusecheck.exact import Finding
+from fusecheck.header import strict_json
+from fusecheck.mapping import LAYOUT
+from fusecheck.quantisation import MODULES
+from fusecheck.sidefiles import ADAPTER, WEIGHTS
+
+OWN_KEY = "fusecheck"
+"""Key of `__metadata__` that declares layout and version."""
+
+
+def check_alone(out: Checkpoint) -> Iterator[Finding]:
+    """What is wrong with OUT whatever it was made from."""
+    for item in out.left_out:
+        if item.reason in {WEIGHTS, ADAPTER}:
+            yield Finding("a stray weight file, which an engine may load", item.path)
+    for shard in out.shards:
+        own = (shard.metadata or {}).get(OWN_KEY)
+        if own is not None and declaration(own).get("layout") != LAYOUT:
+            yield Finding(f"__metadata__ declares another layout, {own!r}, wanted {LAYOUT!r}", shard.name)
+
+
+def declaration(text: str) -> dict[str, object]:
+    """The value of our key of `__metadata__`: layout and version. Empty where it is none."""
+    try:
+        value = strict_json(text.encode(), file=OWN_KEY)
+    except (CheckpointError, UnicodeEncodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def check_config(out: Checkpoint, source: Checkpoint | None, original: str | None) -> Iterator[Finding]:
+    """config.json is the source's byte for byte, or gained one list, and then the manifest keeps the `original`."""
+    if original is None:
+        if source is not None and out.config_text != source.config_text:
+            yield Finding("differs from the source's", CONFIG)
+    elif source is not None and original != source.config_text.decode(errors="replace"):
+        yield Finding("the original that the manifest keeps is not the source's", CONFIG)
+    elif not _only_gained_modules(out.config_text, original):
+        yield Finding("differs from the original that the manifest keeps by more than GPTQ's list of modules", CONFIG)
+
+
+def _only_gained_modules(text: bytes, original: str) -> bool:
+    """Whether config.json differs by GPTQ's list of quantised modules alone."""
+    try:
+        ours, theirs = (strict_json(blob, file=CONFIG, constants=True) for blob in (text, original.encode()))
+    except (CheckpointError, UnicodeEncodeError):
+        return False
+    declared = ours.get("quantization_config") if isinstance(ours, dict) else None
+    if not isinstance(declared, dict) or declared.pop(MODULES, None) is None:
+        return False
+    return repr(ours) == repr(theirs)  # which tells 1 from true, and lets NaN equal itself
+
+
+def check_side_files(out: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
+    """Every side file of the source is in OUT, byte for byte. More than those may be there."""
+    present = {side.path: side.size for side in out.side_files}
+    for side in source.side_files:
+        here = (side.path, 0)
+        if side.path not in present:
+            yield Finding("side file is missing", side.path)
+        elif present[side.path] != side.size or not same_bytes(out.files, here, source.files, here, side.size):
+            yield Finding("side file differs from the source's", side.path)

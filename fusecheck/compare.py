@@ -1,0 +1,122 @@
+"""Slices of OUT against the bytes of its source, and against their digests, in one pass and bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fusecheck import digest
+from fusecheck.exact import Finding, Slice
+from fusecheck.header import tensor_bytes
+from fusecheck.reader import Reader
+
+BLOCK_BYTES = 1 << 20
+"""Two blocks and what is hashed stay in a core's cache; half or twice as much was no faster."""
+
+THREADS = 2
+"""Reads and hashes release the interpreter, comparing does not: a third thread gains nothing."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes compared, bytes in total), from any thread, one call at a time."""
+
+
+def compare_all(
+    slices: Sequence[Slice], out: Reader, source: Reader | None, on_progress: Progress | None
+) -> list[Finding]:
+    """Every byte of every slice. The first difference of each is a finding, and a digest that is not the manifest's."""
+    total = sum(part.nbytes for part in slices)
+    lock, done = threading.Lock(), 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            if on_progress is not None:
+                on_progress(done, total)
+
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        found = list(pool.map(lambda part: _compare(part, out, source, on_bytes), slices))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [finding for findings in found for finding in findings]
+
+
+def _compare(part: Slice, out: Reader, source: Reader | None, on_bytes: Callable[[int], None]) -> list[Finding]:
+    state = digest.hasher() if part.digest is not None else None
+    findings: list[Finding] = []
+    theirs = bytearray()
+    at = 0
+    for ours in _blocks(part, out):
+        if not findings:
+            if part.wanted is not None:
+                theirs = bytearray(part.wanted[at : at + len(ours)])
+            elif part.source is not None and source is not None:
+                _fill(theirs, len(ours), source, part.source.shard, part.source.start + at)
+            if (part.wanted is not None or part.source is not None) and ours != theirs:
+                findings.append(_difference(part, at + _first_difference(ours, theirs)))
+        if state is not None:
+            state.update(ours)
+        elif findings:
+            break
+        at += len(ours)
+        on_bytes(len(ours))
+    if state is not None and state.hexdigest() != part.digest:
+        findings.append(Finding("differs from the manifest's digest", part.out.shard, part.out.name, part.part))
+    return findings
+
+
+def _blocks(part: Slice, out: Reader) -> Iterator[bytearray]:
+    """The bytes of a slice in one buffer, about a MiB at a time; runs that lie apart are read with what is between."""
+    block, gathered = bytearray(), bytearray()
+    if part.rows == 1:
+        for at in range(0, part.row_bytes, BLOCK_BYTES):
+            _fill(block, min(BLOCK_BYTES, part.row_bytes - at), out, part.out.shard, part.start + at)
+            yield block
+        return
+    batch = max(1, BLOCK_BYTES // max(1, part.stride))
+    for row in range(0, part.rows, batch):
+        count = min(batch, part.rows - row)
+        length = (count - 1) * part.stride + part.row_bytes
+        _fill(block, length, out, part.out.shard, part.start + row * part.stride)
+        gathered.clear()
+        for begin in range(0, length, part.stride or 1):
+            gathered += block[begin : begin + part.row_bytes]
+        yield gathered
+
+
+def _fill(block: bytearray, size: int, reader: Reader, shard: str, offset: int) -> None:
+    """Read into a buffer that is used again: blocks have one size, the last may be smaller."""
+    del block[size:]
+    block.extend(bytes(size - len(block)))
+    reader.read_into(shard, offset, memoryview(block))
+
+
+def _first_difference(ours: bytearray, theirs: bytearray) -> int:
+    low, high = 0, len(ours)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if ours[low:middle] == theirs[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _difference(part: Slice, offset: int) -> Finding:
+    """Name the first differing byte by tensor, part and row; `offset` counts in the part's own bytes."""
+    tensor = part.out
+    row_bytes = part.row_bytes if part.rows > 1 else tensor_bytes(tensor.dtype, tensor.shape[1:])
+    row = offset // row_bytes if row_bytes and tensor.shape else None
+    within = offset if part.rows == 1 or row is None else row * part.stride + offset % part.row_bytes
+    name = part.source.name if part.source is not None and part.part is None else tensor.name
+    return Finding(
+        "differs from the source" if part.wanted is None else "is not the shape of the fused weight",
+        tensor.shard,
+        name,
+        part.part,
+        part.first_row + row if row is not None else None,
+        row if part.part is not None else None,
+        part.start - tensor.start + within,
+    )
