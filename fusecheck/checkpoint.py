@@ -21,12 +21,15 @@ from fusecheck.config import CONFIG, HF_QUANT_CONFIG, ModelConfig, parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UnsupportedCheckpoint, UsageError
 from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES, Header, TensorInfo, parse_header, strict_json
 from fusecheck.reader import Reader
-from fusecheck.sidefiles import LeftOut, SideFile, survey_side_files
+from fusecheck.sidefiles import ADAPTER_FILES, LeftOut, SideFile, survey_side_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """Largest index or config that is read."""
+
+MAX_INDEXED = 1_000_000
+"""Most tensors that an index names."""
 
 MAX_PEEK_BYTES = 64 * 1024 * 1024
 """Largest tensor (g_idx) of which one copy may have to serve several parts."""
@@ -36,7 +39,6 @@ MAX_OPEN = 256
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", re.ASCII)
 _NUMBERED = re.compile(r"(.+)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors", re.ASCII)
-_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
 _MAGIC = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the weights", "run `git lfs pull`"),
@@ -309,7 +311,7 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
     side_files, left_out = survey_side_files(files.root, frozenset((*chosen, CONFIG, INDEX)), follow_links=follow_links)
     for side_file in side_files:
         files.add(side_file.path)
-    if any(item.path in _ADAPTER_FILES for item in left_out):
+    if any(item.path in ADAPTER_FILES for item in left_out):
         warnings.append(
             "an adapter lies beside the model: the model alone is read, the adapter is left out, not merged"
         )
@@ -342,7 +344,7 @@ class _Index:
 
 def _read_index(files: Files) -> _Index:
     files.add(INDEX)
-    value = strict_json(files.read(INDEX, MAX_JSON_BYTES), file=INDEX)
+    value = strict_json(files.read(INDEX, MAX_JSON_BYTES), file=INDEX, members=MAX_INDEXED)
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError("has no weight_map object with entries", file=INDEX)
@@ -396,7 +398,7 @@ def _choose_shards(
         warnings.append(f"{INDEX} is absent; the {len(chosen)} numbered shards are a complete set, an index is made")
     else:
         raise _no_weights(names, present)
-    ignored = sorted(present - chosen - set(_ADAPTER_FILES))
+    ignored = sorted(present - chosen - ADAPTER_FILES)
     if ignored:
         warnings.append(f"other weight files are ignored, neither read nor copied: {', '.join(ignored)}")
     return sorted(chosen, key=natural_key)
@@ -441,9 +443,11 @@ def _complete_set(numbered: Mapping[str, re.Match[str]]) -> set[str]:
 
 def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
     others = sorted(name for name in names if name.lower().endswith(_OTHER_WEIGHTS))
-    if present & set(_ADAPTER_FILES):
+    if present & ADAPTER_FILES:
         return CheckpointError(
-            "this folder holds an adapter only", file=_ADAPTER_FILES[0], remedy="merge it into its base model first"
+            "this folder holds an adapter only",
+            file=min(present & ADAPTER_FILES),
+            remedy="merge it into its base model first",
         )
     if present:
         return CheckpointError(

@@ -136,7 +136,7 @@ def parse_header(blob: bytes, *, shard: str, data_bytes: int) -> Header:
     """The JSON part of a header, checked against the `data_bytes` that follow it. CheckpointError names shard and tensor."""
     text = _decode(blob, shard)
     bare = _STRING.sub("", text)
-    _check_bounds(bare, shard)
+    _check_bounds(bare, shard, 5 * MAX_ENTRIES)
     if not _HEADER_TOKENS.fullmatch(bare):
         raise CheckpointError("header holds something other than names, whole numbers, lists and objects", file=shard)
     entries = _loads(text, shard)
@@ -152,13 +152,13 @@ def parse_header(blob: bytes, *, shard: str, data_bytes: int) -> Header:
     return Header(metadata, tuple(tensors))
 
 
-def strict_json(blob: bytes, *, file: str, constants: bool = False) -> object:
+def strict_json(blob: bytes, *, file: str, constants: bool = False, members: int = MAX_ENTRIES) -> object:
     """JSON as exactly one reading allows: UTF-8 without BOM, no duplicate keys, bounded depth and size.
 
     `constants` admits NaN and Infinity, which transformers writes into config.json. CheckpointError names the file.
     """
     text = _decode(blob, file)
-    _check_bounds(_STRING.sub("", text), file)
+    _check_bounds(_STRING.sub("", text), file, members)
     value = _loads(text, file, constants=constants)
     if _SURROGATE.search(text):
         try:
@@ -177,8 +177,10 @@ def _decode(blob: bytes, file: str) -> str:
         raise CheckpointError(f"is not UTF-8 at byte {error.start}", file=file) from None
 
 
-def _check_bounds(bare: str, file: str) -> None:
-    """Bound nesting and containers before json runs: its scanner recurses, and each container costs memory."""
+def _check_bounds(bare: str, file: str, members: int) -> None:
+    """Bound nesting, members and containers before json runs: its scanner recurses, and each of them costs memory."""
+    if bare.count(":") > members:
+        raise CheckpointError("JSON has too many members", file=file, found=bare.count(":"), wanted=f"<= {members}")
     if sum(map(bare.count, _STEP)) > 6 * MAX_ENTRIES + 16:
         raise CheckpointError("JSON has too many lists and objects", file=file)
     if max(accumulate(_STEP[bracket] for bracket in _BRACKET.findall(bare)), default=0) > MAX_DEPTH:

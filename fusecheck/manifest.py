@@ -19,6 +19,9 @@ from fusecheck.sidefiles import MANIFEST
 
 SCHEMA_VERSION = 1
 
+MAX_MEMBERS = 6_000_000
+"""Most members of its JSON: a fused tensor of three parts has about two dozen."""
+
 MAX_BYTES = 256 * 1024 * 1024
 """Largest manifest that is read."""
 
@@ -140,7 +143,7 @@ def to_text(manifest: Manifest) -> bytes:
 
 def from_text(blob: bytes) -> Manifest:
     """Read a manifest back. CheckpointError where it is malformed or of another schema."""
-    value = strict_json(blob, file=MANIFEST)
+    value = strict_json(blob, file=MANIFEST, members=MAX_MEMBERS)
     found = value.get("schema_version") if isinstance(value, dict) else type(value).__name__
     if not isinstance(value, dict) or type(found) is not int or found != SCHEMA_VERSION:
         raise CheckpointError(

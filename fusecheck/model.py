@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fusecheck.config import CONFIG, ModelConfig
-from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint
+from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint, shown
 from fusecheck.group import FusedTensor, Group, Linear, Peek, Slot, survey_slot
 from fusecheck.header import TensorInfo
 from fusecheck.mapping import HEADS, PREFIXES, QKV, WRAPPERS, Packing, split_module
@@ -165,7 +165,9 @@ def _by_layer(tensors: Mapping[str, TensorInfo], prefix: str, config: ModelConfi
         if not match or match[1] != prefix:
             continue
         if not _NUMBER.fullmatch(match[2]):
-            raise CheckpointError(f"layer {match[2]} is no plain layer number", file=tensor.shard, tensor=name)
+            raise CheckpointError(
+                f"layer {shown(match[2], 40)} is no plain layer number", file=tensor.shard, tensor=name
+            )
         layer = int(match[2])
         if layer >= config.num_hidden_layers:
             raise CheckpointError(

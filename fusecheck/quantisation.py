@@ -8,6 +8,7 @@ own writers: AutoAWQ, GPTQModel, compressed-tensors, TensorRT Model Optimizer, t
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -163,6 +164,8 @@ class Quantisation:
     """Modules that alone are quantised; empty for all."""
     varies: bool = False
     """Bits or groups may differ from layer to layer."""
+    layout: str | None = None
+    """GPTQ's `checkpoint_format`: gptq stores zero points less 1, gptq_v2 as they are."""
 
     def ignores(self, module: str) -> bool:
         """Whether the declaration leaves this module (full dotted name) unquantised."""
@@ -282,6 +285,7 @@ def _declaration(value: object, file: str) -> Quantisation:
         ignored=_ignored(value),
         targets=_targets(value, groups),
         varies=bool(value.get("dynamic")) or len(weights) > 1,
+        layout=str(layout) if method == "gptq" else None,
     )
 
 
@@ -289,6 +293,8 @@ def _method(value: Mapping[str, object]) -> str:
     """The method's name; the KV cache alone counts as none."""
     method = value.get("quant_method")
     algorithm = value.get("quant_algo", ...)
+    if method is not None and not isinstance(method, str):
+        raise CheckpointError("quant_method is no name", found=type(method).__name__)
     if method in {None, "modelopt", "modelopt_fp4"} and algorithm is not ...:
         if algorithm is None:
             return "none"
@@ -343,8 +349,10 @@ def _matches(pattern: str, module: str) -> bool:
         if re.search(r"\)[*+{]", expression) or len(re.findall(r"[*+{]", expression)) > 6 or len(expression) > 1000:
             raise UnsupportedCheckpoint("an ignore pattern is too complex to be evaluated safely", found=pattern)
         try:
-            return re.match(expression, module) is not None
-        except re.error as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # sets that a later Python may read in another way
+                return re.match(expression, module) is not None
+        except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(f"an ignore pattern is no regular expression: {error}", found=pattern) from None
     if any(character in pattern for character in "*?["):
         return fnmatchcase(module, pattern)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".ms
 """Weight kinds that are never side files."""
 
 WEIGHTS = "a weight file that is not read"
+ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"})
 ADAPTER = "an adapter, not part of the model"
 """Reasons that verify asks about: an engine may pick such a file up."""
 
@@ -52,12 +54,12 @@ def survey_side_files(
     """
     found: list[SideFile] = []
     left_out: list[LeftOut] = []
-    with_adapter = (root / "adapter_model.safetensors").exists()
+    with_adapter = any((root / name).exists() for name in ("adapter_model.safetensors", "adapter_model.bin"))
     modules = _module_folders(root)
     for path, entry in _walk(root, "", 0, left_out, follow_links=follow_links):
         if path in taken:
             continue
-        reason = _reason(path, modules, with_adapter=with_adapter) or _not_regular(entry)
+        reason = _reason(path, modules, with_adapter=with_adapter) or _not_regular(path, entry)
         if reason:
             left_out.append(LeftOut(path, reason))
             continue
@@ -87,6 +89,9 @@ def _walk(
         else:
             if entry.is_symlink():
                 _check_link(root, path, follow_links=follow_links)
+                if Path(os.path.realpath(root)).is_relative_to(os.path.realpath(root / path)):
+                    left_out.append(LeftOut(path, "a link to the folder that it lies in"))
+                    continue
             yield from _walk(root, f"{path}/", depth + 1, left_out, follow_links=follow_links)
 
 
@@ -110,7 +115,7 @@ def _reason(path: str, modules: frozenset[str], *, with_adapter: bool) -> str | 
     folder, _, name = path.rpartition("/")
     if name.endswith(".safetensors") and folder in modules:
         return None
-    if with_adapter and path in {"adapter_config.json", "adapter_model.safetensors"}:
+    if with_adapter and path in ADAPTER_FILES:
         return ADAPTER
     if name.lower().endswith(WEIGHT_SUFFIXES):
         return WEIGHTS
@@ -121,15 +126,15 @@ def _reason(path: str, modules: frozenset[str], *, with_adapter: bool) -> str | 
     return None
 
 
-def _not_regular(entry: os.DirEntry[str]) -> str | None:
+def _not_regular(path: str, entry: os.DirEntry[str]) -> str | None:
     try:
         mode = entry.stat().st_mode
     except FileNotFoundError:
-        raise CheckpointError("is a dangling link", file=entry.name) from None
+        raise CheckpointError("is a dangling link", file=path) from None
     except OSError as error:
         if entry.is_symlink():
-            raise CheckpointError(f"is a link that cannot be followed: {error.strerror}", file=entry.name) from None
-        raise SystemFailure.from_os(error, entry.name, "look at") from None
+            raise CheckpointError(f"is a link that cannot be followed: {error.strerror}", file=path) from None
+        raise SystemFailure.from_os(error, path, "look at") from None
     return None if stat.S_ISREG(mode) else "no regular file"
 
 
@@ -157,4 +162,4 @@ def _module_folders(root: Path) -> frozenset[str]:
     if not isinstance(modules, list):
         return frozenset()
     paths = (module.get("path") for module in modules if isinstance(module, dict))
-    return frozenset(path.rstrip("/") for path in paths if isinstance(path, str) and path)
+    return frozenset(posixpath.normpath(path) for path in paths if isinstance(path, str) and path)
