@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
-from fusecheck.checkpoint import Checkpoint, same_bytes
+from fusecheck.checkpoint import INDEX, Checkpoint, same_bytes
 from fusecheck.config import CONFIG
-from fusecheck.errors import CheckpointError
+from fusecheck.errors import CheckpointError, shown
 from fusecheck.exact import Finding
-from fusecheck.header import strict_json
+from fusecheck.header import TensorInfo, strict_json
 from fusecheck.mapping import LAYOUT
 from fusecheck.quantisation import MODULES
-from fusecheck.sidefiles import ADAPTER, WEIGHTS
+from fusecheck.sidefiles import ADAPTER, CHECKSUMS, MANIFEST, WEIGHTS
 
 OWN_KEY = "fusecheck"
 """Key of `__metadata__` that declares layout and version."""
@@ -69,3 +70,36 @@ def check_side_files(out: Checkpoint, source: Checkpoint) -> Iterator[Finding]:
             yield Finding("side file is missing", side.path)
         elif present[side.path] != side.size or not same_bytes(out.files, here, source.files, here, side.size):
             yield Finding("side file differs from the source's", side.path)
+
+
+def totals(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    """What an index may say of all tensors together: bytes, and elements."""
+    return {
+        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
+    }
+
+
+def notes(out: Checkpoint, known: set[str], *, ours: bool) -> list[str]:
+    """What is worth saying and no defect."""
+    found = []
+    if not ours:
+        found.append("there is no manifest, so OUT may be another writer's; its bytes are compared with the source")
+        given = out.index_metadata or {}
+        wrong = [f"{key} {given[key]}" for key, right in totals(out.tensors).items() if given.get(key, right) != right]
+        if wrong:
+            found.append(f"{INDEX} gives wrong totals, which no engine reads: {shown(', '.join(wrong))}")
+        if len(out.shards) > 1 and out.index_metadata is None:
+            found.append(f"{INDEX} is absent beside {len(out.shards)} shards")
+    elif len(out.shards) == 1 and out.index_metadata is not None:
+        found.append(f"{INDEX} stands beside the one weight file, and the manifest does not speak of it")
+    extra = [side.path for side in out.side_files if side.path not in known]
+    extra += [
+        i.path for i in out.left_out if i.reason not in {WEIGHTS, ADAPTER} and i.path not in {MANIFEST, CHECKSUMS}
+    ]
+    if extra:
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        found.append(f"files that the source has not: {', '.join(map(shown, extra[:3]))}{more}")
+    if any(item.path == CHECKSUMS for item in out.left_out):
+        found.append(f"{CHECKSUMS} is not checked here: sha256sum -c reads it")
+    return found

@@ -43,6 +43,11 @@ ReportFile = Annotated[
     str | None, typer.Option("--report", metavar="FILE.html", help="Write the whole report there, as one HTML page.")
 ]
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is in OUT, in one step, once all is written.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
+Threads = Annotated[int, typer.Option("--threads", min=1, max=64, help="Threads that copy.")]
+
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Follow side-file links out of the folder.")]
 MaxHeaderSize = Annotated[str, typer.Option("--max-header-size", metavar="SIZE", help="Largest header that is read.")]
 
@@ -76,11 +81,9 @@ def fuse(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder, or a hub id owner/name.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace what is in OUT, in one step, once all is written.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")] = None,
+    dry_run: DryRun = False,
+    force: Force = False,
+    revision: Revision = None,
     max_shard_size: Annotated[
         str | None,
         typer.Option("--max-shard-size", metavar="SIZE", help="Regroup into shards of at most this, such as 5GB."),
@@ -95,7 +98,7 @@ def fuse(
     ] = False,
     follow_links: FollowLinks = False,
     max_header_size: MaxHeaderSize = "16MiB",
-    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Threads that copy.")] = 2,
+    threads: Threads = 2,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -135,6 +138,50 @@ def fuse(
 
 
 @app.command(epilog=EPILOG)
+def unfuse(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A fused checkpoint folder, or a hub id owner/name.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+    *,
+    dry_run: DryRun = False,
+    force: Force = False,
+    revision: Revision = None,
+    follow_links: FollowLinks = False,
+    max_header_size: MaxHeaderSize = "16MiB",
+    threads: Threads = 2,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_progress: NoProgress = False,
+) -> None:
+    """Write the split form of the fused checkpoint SRC to the new folder OUT: the exact inverse of fuse.
+
+    By SRC's manifest every tensor is the original's, checked by its digest. Without one, by names and config.json.
+    """
+    from fusecheck.operations.unfuse import unfuse as operation  # noqa: PLC0415
+
+    screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
+    with screen.progress() as phase:
+        report = operation(
+            source,
+            out,
+            revision=revision,
+            dry_run=dry_run,
+            force=force,
+            follow_links=follow_links,
+            max_header_bytes=_bytes(max_header_size),
+            threads=threads,
+            on_progress=phase("unfusing"),
+            on_download=phase("downloading"),
+        )
+    if as_json:
+        screen.result(to_json(report.verdict, report))
+        for warning in report.warnings:
+            screen.warn(warning)
+    else:
+        screen.unfuse(report)
+
+
+@app.command(epilog=EPILOG)
 def verify(
     out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint folder.")],
     *,
@@ -146,6 +193,9 @@ def verify(
         list[int] | None,
         typer.Option("--layer", help="Layer for probe and numeric; repeatable. Default: first, middle, last."),
     ] = None,
+    all_experts: Annotated[
+        bool, typer.Option("--all-experts", help="Probe and numeric of every expert, not of four a layer.")
+    ] = False,
     device: Device = "auto",
     seed: Seed = 0,
     report_file: ReportFile = None,
@@ -163,7 +213,13 @@ def verify(
     screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
     with screen.progress() as phase:
         report = operation(
-            out, source=source, layers=layer or (), device=device, seed=seed, on_progress=phase("verifying")
+            out,
+            source=source,
+            layers=layer or (),
+            device=device,
+            seed=seed,
+            all_experts=all_experts,
+            on_progress=phase("verifying"),
         )
     if not as_json:
         screen.verify(report)

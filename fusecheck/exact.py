@@ -24,6 +24,7 @@ from fusecheck.mapping import (
 )
 from fusecheck.quantisation import METHODS, Join
 
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One defect. `row` counts in the fused (or whole) tensor, `part_row` in the split one, `offset` bytes in its data."""
@@ -124,6 +125,8 @@ def pair(
         if name in out:
             whole.add(name)
             findings += _whole(out[name], tensor, slices)
+            if place is not None and place.fused in out:
+                findings.append(Finding(f"is in OUT twice, split and inside {place.fused}", out[name].shard, name))
         elif place is not None and place.fused in out:
             if place.fused not in joined:
                 joined.add(place.fused)

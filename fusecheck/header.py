@@ -13,9 +13,9 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 from fusecheck.errors import CheckpointError, invisible
 
@@ -117,19 +117,33 @@ def canonical_order(tensors: Iterable[tuple[str, str]]) -> list[tuple[str, str]]
     return sorted(tensors, key=lambda pair: (-_RANK[pair[1]], pair[0]))
 
 
-def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None
+) -> bytes:
     """The first bytes of a file that holds (name, dtype, shape, nbytes) back to back: length, JSON, padding to 8.
 
-    Byte for byte what safetensors' own writer gives, but for the order of metadata keys, which it draws at random.
+    Byte for byte what safetensors' own writer gives, but for the order of metadata keys, which it draws at random. None
+    is no `__metadata__` at all.
     """
-    entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
     at = 0
     for name, dtype, shape, nbytes in tensors:
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
-    blob = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    blob = _compact(entries)
     blob += b" " * (-len(blob) % 8)
     return struct.pack("<Q", len(blob)) + blob
+
+
+def metadata_orders(head: bytes, metadata: Mapping[str, str]) -> Iterator[bytes]:
+    """What `encode_header` gave, with the keys of `__metadata__` in each order in which the library may write them."""
+    known = _compact(dict(sorted(metadata.items())))
+    for order in permutations(sorted(metadata.items())):
+        yield head.replace(known, _compact(dict(order)), 1)
+
+
+def _compact(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def parse_header(blob: bytes, *, shard: str, data_bytes: int) -> Header:

@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fusecheck import __version__
-from fusecheck.errors import printable
+from fusecheck.errors import printable, shown
 from fusecheck.mapping import PACKINGS
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ tbody th{font-weight:600}tbody tr:last-child>*{border-bottom:0}
 .plot{width:26%;min-width:160px;vertical-align:middle}
 .stack>tbody>tr>th{white-space:nowrap}.nb{white-space:nowrap}
 .found{table-layout:fixed}.found .n,.found tbody th{white-space:normal!important}
-.found th:nth-child(1){width:20%}.found th:nth-child(2){width:27%}.found th:nth-child(3){width:20%}
-.found th:nth-child(4){width:10%}.found th:nth-child(5){width:10%}.found th:nth-child(6){width:13%}
+.found th:nth-child(1){width:20%}.found th:nth-child(2){width:25%}.found th:nth-child(3){width:19%}
+.found th:nth-child(4){width:10%}.found th:nth-child(5){width:9%}.found th:nth-child(6){width:17%}
 .small{font-size:.875rem;color:var(--dim)}
 footer{margin-top:32px;color:var(--dim);font-size:.875rem}
 @media (max-width:680px){main{padding:14px 12px 32px}h1{font-size:1.625rem}.card{padding:14px}
@@ -159,12 +159,9 @@ def bench_html(report: BenchReport, *, stamp: str | None = None) -> str:
         *report.versions,
     ]
     load = [_bench_load(report.load)] if report.load is not None else []
-    tail = [
-        _list("How it was measured", report.method),
-        _list("Notes", report.notes),
-        _table_of("Where and with what", rows),
-    ]
-    return _page("fusecheck bench: what fusing buys", [head, *sections, *load, *tail], stamp)
+    warnings, method = _list("Warnings", report.warnings), _list("How it was measured", report.method)
+    tail = [method, _table_of("Where and with what", rows), _list("Notes", report.notes)]
+    return _page("fusecheck bench: what fusing buys", [head, warnings, *sections, *load, *tail], stamp)
 
 
 def duration(seconds: float) -> str:
@@ -258,7 +255,7 @@ def _verify_head(report: VerifyReport, *, good: bool) -> str:
     if good:
         line = f"Every byte of {exact.tensors} tensors ({size_text(exact.bytes)}, {exact.fused} of them fused) {what}."
     elif exact.finding_count:
-        line = f"{exact.finding_count:,} difference{'s' if exact.finding_count > 1 else ''} found, named below."
+        line = f"{_differences(report)} found, named below."
     else:
         line = "The bytes are equal, but a check of the projections failed; see the layers below."
     against = f" against <code>{_text(report.source)}</code>" if report.source is not None else ""
@@ -269,25 +266,26 @@ def _verify_head(report: VerifyReport, *, good: bool) -> str:
     )
 
 
+def _differences(report: VerifyReport) -> str:
+    return f"{report.exact.finding_count:,} difference{'s' if report.exact.finding_count > 1 else ''}"
+
+
 def _verdict_cards(report: VerifyReport) -> str:
     exact = report.exact
     held = f"{exact.tensors} tensors, {size_text(exact.bytes)}, held against {exact.against}."
-    held += f" {exact.finding_count:,} differences." if exact.finding_count else ""
+    held += f" {_differences(report)}." if exact.finding_count else ""
     digests = " Their digests agree with the manifest." if exact.digests_checked and exact.verdict == "pass" else ""
     built = [check.built for check in report.projections]
     card = _card("exact", "fail" if "fail" in built else exact.verdict, held + digests)
     about = {
-        "probe": "Identity through each fused projection on the device gives the split weights back, without a tolerance.",
-        "numeric": "Random hidden states, fused against separate, both within a proven bound of a float64 reference.",
+        "probe": "The identity through each fused projection on the device has to give the split weights, without tolerance.",
+        "numeric": "Random hidden states: fused and separate have to lie within a proven bound of a float64 reference.",
     }
     for name, words in about.items():
         verdicts = [getattr(check, name).verdict for check in report.projections]
         verdict = next((word for word in ("fail", "pass", "not run") if word in verdicts), "not run")
-        count = (
-            f" {verdicts.count(verdict)} of {len(verdicts)} projections."
-            if verdicts
-            else " Needs torch and a complete OUT."
-        )
+        did = {"fail": "Failed", "pass": "Passed", "not run": "Not run"}[verdict]
+        count = f" {did} for {verdicts.count(verdict)} of {len(verdicts)} projections." if verdicts else " Not run."
         card += _card(name, verdict, words + count)
     return f'<div class="trio">{card}</div>'
 
@@ -334,7 +332,7 @@ def _not_proved(report: VerifyReport) -> Iterator[str]:
         yield _NUMERIC_LIMITS
     flushed = sum(check.probe.flushed + check.probe.non_finite for check in report.projections)
     if flushed:
-        yield f"{flushed:,} weights that probe could not compare (beside NaN or Inf, or flushed to 0); exact covers them"
+        yield f"{flushed:,} weights that probe could not compare (beside NaN or Inf, or flushed to 0): they are left to exact"
     if report.device is not None and report.device.startswith("CPU"):
         yield "the kernels of a GPU: the device was a CPU"
     yield "that an engine loads this folder, or that the source is what its publisher meant"
@@ -414,12 +412,15 @@ def _projection(check: ProjectionCheck, report: VerifyReport) -> str:
     ends = [*offsets[1:], check.output_size]
     labels = _labels(check.tensor, [shard_id for shard_id, _ in check.shard_offsets])
     parts = [(label, start, end - start) for label, start, end in zip(labels, offsets, ends, strict=True)]
+    built = f"{check.built}{f' ({check.built_reason})' if check.built_reason else ''}"
+    weights = "" if check.weights == "stored" else f"; probe and numeric on weights {check.weights}"
     chips = _chip(_exact_of(check, report), "exact") + _chip(check.probe.verdict, "probe")
     chips += _chip(check.numeric.verdict, "numeric")
     return (
         f'<article class="card"><div class="head"><h3 class="mono">{_text(check.tensor)}</h3>'
         f'<div class="chips">{chips}</div></div>'
-        f'<p class="size">{check.input_size:,} inputs, {check.output_size:,} rows</p>'
+        f'<p class="size">{check.input_size:,} inputs, {check.output_size:,} rows; built by the weight_loaders: '
+        f"{_text(built)}{_text(weights)}</p>"
         f'{row_map(check.tensor, parts)}<div class="facts"><div>{_probe(check.probe)}{_gauge(check.numeric)}</div>'
         f"<div>{_numeric(check.numeric)}{_histogram(check.numeric)}</div></div></article>"
     )
@@ -430,7 +431,7 @@ def _exact_of(check: ProjectionCheck, report: VerifyReport) -> str:
     exact = report.exact
     if check.built == "fail" or any(finding.tensor == check.tensor for finding in exact.findings):
         return "fail"
-    return check.built if exact.finding_count == len(exact.findings) else "see above"
+    return "pass" if exact.finding_count == len(exact.findings) else "see above"
 
 
 def _labels(tensor: str, shard_ids: Sequence[str]) -> list[str]:
@@ -448,7 +449,7 @@ def row_map(tensor: str, parts: Sequence[tuple[str, int, int]]) -> str:
     drawn, shown_at = [], -1.0
     for number, (label, offset, rows) in enumerate(parts):
         share, begin = rows / total, offset / total
-        words = f"{label} \u00b7 {rows}" if share >= 0.2 else label
+        words = f"{shown(label, 16)} \u00b7 {rows}" if share >= 0.2 else shown(label, 16)
         drawn.append(
             f'<rect class="p{min(number, 3)}" x="{_percent(begin)}" y="0" width="{_percent(share)}" height="36" rx="3"/>'
             f'<text class="on" x="{_percent(begin + share / 2)}" y="23" text-anchor="middle">{_text(words)}</text>'
@@ -581,8 +582,8 @@ def _case(case: Case) -> str:
 
 
 def _outcome(measured: Case | LoadBench) -> str:
-    ratio, noise = f"{measured.ratio:.2f}\u00a0x", f"noise\u00a0{measured.noise:.1%}"
-    return f'<span>{_chip(measured.outcome)} <span class="small"><span class="nb">{ratio},</span> {noise}</span></span>'
+    noise = f'<span class="small nb">{measured.ratio:.2f} x, noise {measured.noise:.1%}</span>'
+    return f"<span>{_chip(measured.outcome)} {noise}</span>"
 
 
 def _strip(what: str, separate: Timing, fused: Timing) -> str:

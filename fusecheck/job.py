@@ -1,4 +1,7 @@
-"""What a run will write, decided as a whole before the first byte; its manifest; whether it stands there already."""
+"""What a run of fuse will write, decided as a whole before the first byte; its manifest; whether it stands there already.
+
+And what every verb that writes a checkpoint does alike: side files, the staging folder, progress, the look at OUT.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import fusecheck
 from fusecheck.checkpoint import INDEX, Checkpoint, same_bytes
@@ -44,9 +48,11 @@ from fusecheck.plan import (
     output_tensors,
     plan_shards,
 )
-from fusecheck.publish import write_file
+from fusecheck.publish import TargetTaken, staging_folder, write_file
 from fusecheck.quantisation import MODULES, Join, gptq_modules
+from fusecheck.reader import Reader
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
+from fusecheck.target import Target, TargetOccupied, check_target, require_space
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total), from any thread, one call at a time."""
@@ -96,7 +102,7 @@ def decide(checkpoint: Checkpoint, options: Options) -> Job:
     if len(shards) > 1:
         files.append(PlannedFile(INDEX, index_text(shards, checkpoint.index_metadata), ()))
     files.append(PlannedFile(CONFIG, _config_text(checkpoint, model), ()))
-    files += [PlannedFile(side.path, b"", _whole(side.path, side.size)) for side in checkpoint.side_files]
+    files += side_files(checkpoint)
     warnings = [*checkpoint.warnings, *model.warnings]
     warnings += [f"left split: {left.reason}" for left in model.left_split]
     if lost_keys:
@@ -112,8 +118,15 @@ def _grouping(outputs: Sequence[OutputTensor], options: Options) -> list[list[Ou
     return [[by_name[name] for name in group] for group in groups]
 
 
-def _whole(path: str, size: int) -> tuple[Strip, ...]:
-    return ((Block(path, 0, size, 1, 1),),) if size else ()
+def side_files(checkpoint: Checkpoint) -> list[PlannedFile]:
+    """Every side file, byte for byte."""
+    return [whole_file(side.path, side.size) for side in checkpoint.side_files]
+
+
+def whole_file(path: str, size: int) -> PlannedFile:
+    """A file of the source, byte for byte."""
+    strips: tuple[Strip, ...] = ((Block(path, 0, size, 1, 1),),) if size else ()
+    return PlannedFile(path, b"", strips)
 
 
 def _config_text(checkpoint: Checkpoint, model: Model) -> bytes:
@@ -150,11 +163,48 @@ def _drop_head(checkpoint: Checkpoint, model: Model) -> dict[str, DroppedTensor]
     return {head.name: DroppedTensor(head.shard, twin.name)}
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, and what did not work although OUT is right."""
+
+    kind: Literal["written", "would_write", "stands"]
+    warnings: tuple[str, ...] = ()
+
+
+def produce(
+    out: Path,
+    source: Path,
+    *,
+    size: int,
+    force: bool,
+    dry_run: bool,
+    write: Callable[[Target, Path], Iterable[str]],
+    stands: Callable[[], bool],
+) -> Outcome:
+    """Let `write` fill a staging folder with `size` bytes, and publish it as `out`; `write` returns its warnings.
+
+    Where OUT is taken, before or meanwhile, `stands` says whether it is this very result.
+    """
+    try:
+        target = check_target(out, source, force=force)
+        if dry_run:
+            return Outcome("would_write")
+        with staging_folder(target) as staging:
+            require_space(target, size)
+            warnings = write(target, staging.path)
+            staging.commit()
+    except (TargetOccupied, TargetTaken):
+        if not stands():
+            raise
+        return Outcome("stands")
+    return Outcome("written", (*warnings, *staging.warnings))
+
+
 def carry_out(
     job: Job, folder: Path, provenance: Provenance, *, threads: int, on_progress: Progress | None
 ) -> Manifest:
     """Write every file of the job below `folder`, fsynced, the manifest and the checksums last."""
-    written = _write(job, folder, threads=threads, on_progress=on_progress)
+    written = write_files(job.files, job.checkpoint.files, folder, threads=threads, on_progress=on_progress)
     job.checkpoint.files.check_unchanged()
     manifest = _manifest(job, written, provenance)
     write_file(folder / MANIFEST, to_text(manifest))
@@ -178,8 +228,11 @@ def _checksums(folder: Path, paths: Sequence[str]) -> bytes:
     return "".join(lines).encode()
 
 
-def _write(job: Job, folder: Path, *, threads: int, on_progress: Progress | None) -> tuple[Written, ...]:
-    total, done = job.size, 0
+def write_files(
+    files: Sequence[PlannedFile], reader: Reader, folder: Path, *, threads: int, on_progress: Progress | None
+) -> tuple[Written, ...]:
+    """`execute`, with progress counted against the whole."""
+    total, done = sum(file.size for file in files), 0
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -187,7 +240,7 @@ def _write(job: Job, folder: Path, *, threads: int, on_progress: Progress | None
         if on_progress is not None:
             on_progress(done, total)
 
-    return execute(job.files, job.checkpoint.files, folder, threads=threads, on_bytes=on_bytes)
+    return execute(files, reader, folder, threads=threads, on_bytes=on_bytes)
 
 
 def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> Manifest:
@@ -213,9 +266,7 @@ def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> M
         dropped=job.dropped,
         left_split={left.fused: left.reason for left in job.model.left_split},
         config=FileEntry(made[CONFIG][0].size, made[CONFIG][1].head),
-        side_files={
-            side.path: FileEntry(side.size, _file_digest(made[side.path][1])) for side in checkpoint.side_files
-        },
+        side_files={side.path: FileEntry(side.size, file_digest(made[side.path][1])) for side in checkpoint.side_files},
         metadata=job.metadata,
         config_original=checkpoint.config_text.decode() if edited else None,
     )
@@ -227,7 +278,7 @@ def _source_shards(checkpoint: Checkpoint) -> dict[str, SourceShard]:
     }
 
 
-def _file_digest(written: Written) -> str:
+def file_digest(written: Written) -> str:
     """Of a copied file: its one block, or, for an empty file, its empty head."""
     return written.strips[0][0] if written.strips else written.head
 
@@ -280,20 +331,10 @@ def compare_heads(job: Job, manifest: Manifest) -> tuple[str, ...]:
 
 def stands_at(out: Path, job: Job) -> bool:
     """Whether OUT is the complete result of this source, these options and this version."""
-    planned = {file.path: file for file in job.files}
     try:
-        entries = {path.relative_to(out).as_posix(): path.lstat() for path in out.rglob("*")}
-        folders = {path for path, status in entries.items() if stat.S_ISDIR(status.st_mode)}
-        found = {path: status.st_size for path, status in entries.items() if stat.S_ISREG(status.st_mode)}
-        if len(found) + len(folders) != len(entries) or folders != _folders(planned):
-            return False  # a link or a folder that this run would not have made
-        if job.options.checksums and found.pop(CHECKSUMS, None) is None:
-            return False
-        if found.pop(MANIFEST, None) is None or found != {path: file.size for path, file in planned.items()}:
+        if not holds(out, job.files, beside=(MANIFEST, CHECKSUMS) if job.options.checksums else (MANIFEST,)):
             return False
         manifest = from_text((out / MANIFEST).read_bytes())
-        if any(not _starts_with(out / path, file.head) for path, file in planned.items()):
-            return False
     except (OSError, FusecheckError):
         return False
     files = job.checkpoint.files
@@ -305,6 +346,21 @@ def stands_at(out: Path, job: Job) -> bool:
         and {path: entry.digest for path, entry in manifest.side_files.items()}
         == {side.path: files.digest(side.path) for side in job.checkpoint.side_files}
     )
+
+
+def holds(out: Path, files: Sequence[PlannedFile], *, beside: Iterable[str] = ()) -> bool:
+    """Whether a folder holds these files, by names, sizes and first bytes, those `beside` them, and nothing else."""
+    planned = {file.path: file for file in files}
+    entries = {path.relative_to(out).as_posix(): path.lstat() for path in out.rglob("*")}
+    folders = {path for path, status in entries.items() if stat.S_ISDIR(status.st_mode)}
+    found = {path: status.st_size for path, status in entries.items() if stat.S_ISREG(status.st_mode)}
+    if len(found) + len(folders) != len(entries) or folders != _folders(planned):
+        return False  # a link or a folder that this run would not have made
+    if any(found.pop(path, None) is None for path in beside):
+        return False
+    if found != {path: file.size for path, file in planned.items()}:
+        return False
+    return all(_starts_with(out / path, file.head) for path, file in planned.items())
 
 
 def _folders(paths: Iterable[str]) -> set[str]:

@@ -13,13 +13,12 @@ options those that leave no trace; why a group was left split; the index beyond 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from fusecheck import digest
-from fusecheck.beside import OWN_KEY, declaration
+from fusecheck.beside import OWN_KEY, declaration, totals
 from fusecheck.checkpoint import INDEX, Checkpoint, Files
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.errors import CheckpointError, invisible
@@ -30,6 +29,7 @@ from fusecheck.mapping import HEADS, LAYOUT
 from fusecheck.model import Model
 from fusecheck.quantisation import Join
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
+
 
 def slices_of(out: Mapping[str, TensorInfo], manifest: Manifest) -> tuple[list[Slice], list[Finding]]:
     """Every range of OUT of which the manifest gives a digest, and where it speaks of what is not there."""
@@ -67,7 +67,7 @@ def _summed(entry: TensorEntry, tensor: TensorInfo) -> bytes:
     return packed_shape(tensor, sum(rows for rows, _ in pairs), pairs[0][1])
 
 
-def _number(data: bytes) -> int:
+def _number(data: bytes | bytearray) -> int:
     return int.from_bytes(data, "little")
 
 
@@ -179,14 +179,6 @@ def _check_metadata(manifest: Manifest) -> Iterator[Finding]:
     own = declaration(manifest.metadata.get(OWN_KEY, ""))
     if own != {"layout": LAYOUT, "version": manifest.fusecheck_version}:
         yield Finding("the version differs from the one that __metadata__ declares", MANIFEST)
-
-
-def totals(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-    """What an index may say of all tensors together: bytes, and elements."""
-    return {
-        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors.values()),
-    }
 
 
 def _check_index(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fusecheck.group import Group
-from fusecheck.header import TensorInfo, canonical_order, encode_header
-from fusecheck.mapping import LAYOUT
+from fusecheck.config import ModelConfig
+from fusecheck.errors import UnsupportedCheckpoint
+from fusecheck.group import FusedTensor, Group
+from fusecheck.header import TensorInfo, canonical_order, encode_header, tensor_bytes
+from fusecheck.mapping import LAYOUT, ShardRows
 from fusecheck.model import Model
 from fusecheck.quantisation import Join
 
@@ -86,7 +89,7 @@ class OutputTensor:
     dtype: str
     shape: tuple[int, ...]
     source: TensorInfo
-    """The tensor itself, or the first part; it decides where the output stands."""
+    """The tensor itself, the first of several parts, or the whole that this is cut out of."""
     strips: tuple[Strip, ...]
     group: Group | None = None
 
@@ -114,8 +117,13 @@ def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[Outp
             group = first[name]
             outputs.append(OutputTensor(group.fused, group.dtype, group.shape, tensor, _strips(group), group))
         elif name not in gone:
-            outputs.append(OutputTensor(name, tensor.dtype, tensor.shape, tensor, ((contiguous(tensor),),)))
+            outputs.append(copied(name, tensor))
     return outputs
+
+
+def copied(name: str, tensor: TensorInfo) -> OutputTensor:
+    """All bytes of one tensor, under a name."""
+    return OutputTensor(name, tensor.dtype, tensor.shape, tensor, ((contiguous(tensor),),))
 
 
 def _strips(group: Group) -> tuple[Strip, ...]:
@@ -135,6 +143,74 @@ def _strips(group: Group) -> tuple[Strip, ...]:
             return (Constant(group.constant or b""),)
 
 
+def split_tensors(
+    tensors: Mapping[str, TensorInfo], fused: Iterable[FusedTensor], config: ModelConfig
+) -> list[OutputTensor]:
+    """The inverse of `output_tensors`: every part of what is fused, and every other tensor, in the order of the source.
+
+    UnsupportedCheckpoint where the parts cannot be told apart.
+    """
+    wholes = {whole.tensor.name: whole for whole in fused}
+    outputs: list[OutputTensor] = []
+    for name, tensor in tensors.items():
+        outputs += _parts(wholes[name], config) if name in wholes else [copied(name, tensor)]
+    return outputs
+
+
+def _parts(whole: FusedTensor, config: ModelConfig) -> Iterator[OutputTensor]:
+    """The parts of one fused tensor. Along dim 0 each is a range of its bytes, along dim 1 one strided block."""
+    tensor, axis = whole.tensor, {Join.ROWS: 0, Join.COLUMNS: 1}.get(whole.join)
+    if axis is not None:
+        _check_cuts(whole, axis, config)
+    for (name, cut), rows in zip(whole.parts, config.rows(whole.packing), strict=True):
+        shape = tensor.shape if axis is None else (*tensor.shape[:axis], cut.shard_size, *tensor.shape[axis + 1 :])
+        if whole.join is Join.SHAPE:
+            strip: Strip = Constant(weight_shape(tensor, rows.shard_size, config))
+        else:
+            strip = (_cut(whole, cut),)
+        yield OutputTensor(name, tensor.dtype, shape, tensor, (strip,))
+
+
+def weight_shape(tensor: TensorInfo, rows: int, config: ModelConfig) -> bytes:
+    """The bytes of a `weight_shape` for so many rows."""
+    return struct.pack({"I64": "<2q", "I32": "<2i"}[tensor.dtype], rows, config.hidden_size)
+
+
+def _cut(whole: FusedTensor, cut: ShardRows) -> Block:
+    """Where one part stands in a fused tensor. Rows were found to be whole bytes by whoever made the FusedTensor."""
+    tensor = whole.tensor
+    match whole.join:
+        case Join.ROWS:
+            row_bytes = tensor_bytes(tensor.dtype, tensor.shape[1:]) or 0
+            return Block(tensor.shard, tensor.start + cut.shard_offset * row_bytes, cut.shard_size * row_bytes, 1, 1)
+        case Join.COLUMNS:
+            rows, columns = tensor.shape
+            stride = tensor.nbytes // rows
+            width = stride // columns
+            start = tensor.start + cut.shard_offset * width
+            return Block(tensor.shard, start, rows, cut.shard_size * width, stride)
+        case _:
+            return contiguous(tensor)
+
+
+def _check_cuts(whole: FusedTensor, axis: int, config: ModelConfig) -> None:
+    """The parts fill the fused tensor, and none begins inside a block of scales."""
+    tensor, block = whole.tensor, config.quantisation.block
+    cuts = [cut for _, cut in whole.parts]
+    inside = any(
+        block is not None and cut.shard_size != rows.shard_size and rows.shard_offset % block[0]
+        for cut, rows in zip(cuts, config.rows(whole.packing), strict=True)
+    )
+    if inside or sum(cut.shard_size for cut in cuts) != tensor.shape[axis]:
+        raise UnsupportedCheckpoint(
+            "cannot be split: its parts share scales or words",
+            file=tensor.shard,
+            tensor=tensor.name,
+            found=tensor.form,
+            wanted=f"{' + '.join(str(cut.shard_size) for cut in cuts)} along dim {axis}",
+        )
+
+
 def by_source_shard(outputs: Iterable[OutputTensor]) -> list[list[OutputTensor]]:
     """The source's own grouping; a shard that is left empty is dropped."""
     groups: dict[str, list[OutputTensor]] = {}
@@ -146,7 +222,7 @@ def by_source_shard(outputs: Iterable[OutputTensor]) -> list[list[OutputTensor]]
 def plan_shards(groups: Sequence[Sequence[OutputTensor]], metadata: Mapping[str, str]) -> tuple[PlannedShard, ...]:
     """Name the shards as the hub does, order each as safetensors writes it, and lay out the bytes."""
     return tuple(
-        _shard(shard_name(number, len(groups)), group, metadata) for number, group in enumerate(groups, start=1)
+        plan_shard(shard_name(number, len(groups)), group, metadata) for number, group in enumerate(groups, start=1)
     )
 
 
@@ -155,7 +231,8 @@ def shard_name(number: int, total: int) -> str:
     return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _shard(name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str]) -> PlannedShard:
+def plan_shard(name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str] | None) -> PlannedShard:
+    """One shard as safetensors writes it. `metadata` None: it has no `__metadata__`."""
     by_name = {output.name: output for output in group}
     ordered = [by_name[name] for name, _ in canonical_order((output.name, output.dtype) for output in group)]
     head = encode_header(((o.name, o.dtype, o.shape, o.nbytes) for o in ordered), metadata)
@@ -182,6 +259,11 @@ def index_text(shards: Sequence[PlannedShard], metadata: Mapping[str, object] | 
     totals: dict[str, object] = {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard.tensors)}
     if metadata and "total_parameters" in metadata:
         totals["total_parameters"] = sum(math.prod(t.shape) for shard in shards for t in shard.tensors)
+    return recorded_index(shards, {**(metadata or {}), **totals})
+
+
+def recorded_index(shards: Sequence[PlannedShard], metadata: Mapping[str, object]) -> bytes:
+    """model.safetensors.index.json with this very metadata, in the form in which the hub's writers give it."""
     weight_map = {tensor.name: shard.file.path for shard in shards for tensor in shard.tensors}
-    index = {"metadata": {**(metadata or {}), **totals}, "weight_map": weight_map}
+    index = {"metadata": dict(metadata), "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

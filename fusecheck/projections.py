@@ -1,12 +1,14 @@
 """The projections of a layer, read as an engine reads them and run on a device: split against fused.
 
-Tensors are opened by `safetensors.safe_open`, so that two readers of the format must agree.
+Tensors are opened by `safetensors.safe_open`, so that two readers of the format must agree; what torch has no dtype for is
+read by ours, as bytes. Quantised projections run on weights dequantised from both forms, the fused one as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -14,14 +16,25 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fusecheck.checkpoint import Checkpoint
+from fusecheck.config import ModelConfig
+from fusecheck.dequantise import NotRun, dequantise
 from fusecheck.errors import CheckpointError
+from fusecheck.group import FusedTensor
+from fusecheck.header import tensor_bytes
 from fusecheck.linear import build_fused
 from fusecheck.manifest import Manifest
-from fusecheck.mapping import PACKINGS, QKV, Packing, ShardRows
+from fusecheck.mapping import QKV, Packing, ShardId, ShardRows
 from fusecheck.model import Model
-from fusecheck.numeric import NumericResult, ProbeResult, Projection, Verdict, numeric, probe, same_bits
+from fusecheck.numeric import DTYPES, NumericResult, ProbeResult, Projection, Verdict, numeric, probe, same_bits
+from fusecheck.quantisation import WEIGHTS, Join
 
-Load: TypeAlias = Callable[[str], Tensor]
+Stored: TypeAlias = Mapping[str, Tensor]
+"""The tensors of one stored Linear by suffix."""
+
+_OPAQUE = frozenset({"F4", "F6_E2M3", "F6_E3M2"}) | (
+    frozenset() if hasattr(torch, "float8_e8m0fnu") else frozenset({"F8_E8M0"})
+)
+"""dtypes that torch cannot open, or opens as something else than [rows, in]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,37 @@ class ProjectionCheck:
     """Built anew by the weight_loaders of QKVParallelLinear / MergedColumnParallelLinear and compared bit for bit."""
     probe: ProbeResult
     numeric: NumericResult
+    weights: str = "stored"
+    """What probe and numeric ran on: the stored weights, or `dequantised to float32 (gptq)`."""
+    built_reason: str = ""
+    """Why `built` was not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What was checked, and what a reader has to know about it."""
+
+    projections: tuple[ProjectionCheck, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """One fused projection of OUT: the packing of one layer, and its tensors by suffix."""
+
+    base: str
+    """Prefix of every name, such as `model.layers.0.`."""
+    layer: int
+    packing: Packing
+    tensors: Mapping[str, FusedTensor]
+
+    @property
+    def kind(self) -> str:
+        """Suffix of its weight."""
+        return next(suffix for suffix in WEIGHTS if suffix in self.tensors)
+
+    def name(self, suffix: str) -> str:
+        return f"{self.base}{self.packing.fused}.{suffix}"
 
 
 def check_projections(
@@ -47,95 +91,196 @@ def check_projections(
     layers: tuple[int, ...],
     device: torch.device,
     seed: int,
-) -> tuple[ProjectionCheck, ...]:
-    """Check every fused projection of the given layers, one at a time; at most one projection is in memory."""
-    checks = []
+    *,
+    all_experts: bool = False,
+) -> Checks:
+    """Check every fused projection of the given layers, one at a time; at most one projection is in memory.
+
+    Of per-expert projections the first, the middle and the last of a layer and one drawn by `seed`, unless `all_experts`.
+    """
+    checks: list[ProjectionCheck] = []
+    notes: list[str] = []
     for layer in layers:
-        for packing in PACKINGS:
-            name = f"{model.prefix}layers.{layer}.{packing.fused}.weight"
-            if name in out.tensors:
-                split = _split_loader(name, packing, out, source, manifest)
-                checks.append(_check(layer, name, packing, out, split, device, seed))
-    return tuple(checks)
+        found = _projections(model, layer)
+        experts = [one for one in found if one.packing.size == "expert"]
+        chosen = experts if all_experts else _sample(experts, seed)
+        if len(chosen) < len(experts):
+            numbers = ", ".join(one.packing.fused.split(".")[2] for one in chosen)
+            notes.append(
+                f"layer {layer}: probe and numeric of experts {numbers} of {len(experts)}: "
+                f"first, middle, last and one drawn by seed {seed}; --all-experts takes all"
+            )
+        taken = [one for one in found if one.packing.size != "expert" or one in chosen]
+        checks += [_check(one, out, source, manifest, device, seed) for one in taken]
+    used = dict.fromkeys(check.weights for check in checks if check.weights != "stored")
+    notes += [
+        f"probe and numeric ran on weights {weights} from both forms, not on a quantised kernel" for weights in used
+    ]
+    return Checks(tuple(checks), tuple(notes))
+
+
+def _projections(model: Model, layer: int) -> list[_Fused]:
+    base = f"{model.prefix}layers.{layer}."
+    found: dict[Packing, dict[str, FusedTensor]] = {}
+    for fused in model.fused:
+        if fused.layer == layer:
+            suffix = fused.tensor.name.removeprefix(f"{base}{fused.packing.fused}.")
+            found.setdefault(fused.packing, {})[suffix] = fused
+    return [_Fused(base, layer, packing, tensors) for packing, tensors in found.items()]
+
+
+def _sample(experts: list[_Fused], seed: int) -> list[_Fused]:
+    picked = {0, len(experts) // 2, len(experts) - 1} if experts else set()
+    rest = [number for number in range(len(experts)) if number not in picked]
+    if rest:
+        picked.add(random.Random(f"{seed} {experts[0].layer}").choice(rest))  # noqa: S311 - a sample, no secret
+    return [experts[number] for number in sorted(picked)]
 
 
 def _check(
-    layer: int,
-    name: str,
-    packing: Packing,
+    one: _Fused,
     out: Checkpoint,
-    split: Callable[[str], dict[int | str, Tensor]],
+    source: Checkpoint | None,
+    manifest: Manifest | None,
     device: torch.device,
     seed: int,
 ) -> ProjectionCheck:
-    rows = out.config.rows(packing)
-    load = _loader(out)
-    parts = split("weight")
-    fused = load(name)
-    bias_name = f"{name.removesuffix('weight')}bias"
-    biases = split("bias") if bias_name in out.tensors else None
-    fused_bias = load(bias_name) if biases is not None else None
-    modules: dict[int | str, str] = {shard_id: module for shard_id, module in packing.parts}
-    projection = Projection(
-        name,
-        fused,
-        tuple((modules[shard_id], part) for shard_id, part in parts.items()),
-        fused_bias,
-        tuple(biases.values()) if biases is not None else None,
+    fused = {suffix: _load(out, one.name(suffix)) for suffix in one.tensors}
+    parts = _split(one, out, source, manifest, fused)
+    rows = out.config.rows(one.packing)
+    config = source.config if source is not None else out.config
+    found = (
+        NotRun("the source lacks a part of it") if parts is None else _projection(one, out.config, fused, config, parts)
     )
-    built = _built(fused, parts, packing, out)
-    if biases is not None and fused_bias is not None and built == "pass":
-        built = _built(fused_bias, biases, packing, out)
-    return ProjectionCheck(
-        layer=layer,
-        tensor=name,
-        input_size=fused.shape[-1],
-        output_size=fused.shape[0],
+    built, why = _built(one, fused, parts or {}, out.config)
+    check = ProjectionCheck(
+        layer=one.layer,
+        tensor=one.name(one.kind),
+        input_size=out.config.hidden_size,
+        output_size=sum(part.shard_size for part in rows),
         shard_offsets=tuple((str(part.shard_id), part.shard_offset) for part in rows),
         built=built,
-        probe=probe(projection, device),
-        numeric=numeric(projection, device, seed),
+        probe=ProbeResult("not run"),
+        numeric=NumericResult("not run"),
+        built_reason=why,
     )
+    if isinstance(found, NotRun):
+        return replace(
+            check, probe=ProbeResult("not run", found.reason), numeric=NumericResult("not run", found.reason)
+        )
+    if _is_plain(fused):
+        return replace(check, probe=probe(found, device), numeric=numeric(found, device, seed))
+    dtype = str(found.fused.dtype).removeprefix("torch.")
+    weights = f"dequantised to {dtype} ({out.config.quantisation.method})"
+    measured = numeric(found, device, seed)
+    measured = replace(measured, notes=(*measured.notes, f"weights {weights} from both forms"))
+    return replace(check, probe=probe(found, device), numeric=measured, weights=weights)
 
 
-def _built(fused: Tensor, parts: dict[int | str, Tensor], packing: Packing, out: Checkpoint) -> Verdict:
-    head_size = out.config.head_dim if packing is QKV else None
-    try:
-        return "pass" if same_bits(build_fused(parts, head_size=head_size), fused) else "fail"
-    except CheckpointError:
-        return "fail"
+def _projection(
+    one: _Fused, fused_config: ModelConfig, fused: Stored, config: ModelConfig, parts: Mapping[ShardId, Stored]
+) -> Projection | NotRun:
+    """Weights of both forms, each dequantised by what its own checkpoint declares; biases in the weights' dtype."""
+    total = sum(part.shard_size for part in fused_config.rows(one.packing))
+    whole = _weight(fused, fused_config, total)
+    if isinstance(whole, NotRun):
+        return whole
+    modules, weights, biases = dict(one.packing.parts), [], []
+    for rows in config.rows(one.packing):
+        stored = parts[rows.shard_id]
+        weight = _weight(stored, config, rows.shard_size)
+        if isinstance(weight, NotRun):
+            return NotRun(f"{modules[rows.shard_id]}: {weight.reason}")
+        weights.append((modules[rows.shard_id], weight))
+        if "bias" in stored:
+            biases.append(stored["bias"] if _is_plain(stored) else stored["bias"].to(weight.dtype))
+    bias = fused.get("bias")
+    if bias is not None and not _is_plain(fused):
+        bias = bias.to(whole.dtype)
+    return Projection(one.name(one.kind), whole, tuple(weights), bias, tuple(biases) if biases else None)
 
 
-def _loader(checkpoint: Checkpoint) -> Load:
-    def load(name: str) -> Tensor:
-        path = checkpoint.files.root / checkpoint.tensors[name].shard
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+def _is_plain(stored: Stored) -> bool:
+    return stored.keys() <= {"weight", "bias"}
+
+
+def _weight(stored: Stored, config: ModelConfig, rows: int) -> Tensor | NotRun:
+    if not _is_plain(stored):
+        return dequantise(stored, config.quantisation, rows, config.hidden_size)
+    weight = stored["weight"]
+    if weight.dtype in DTYPES:
+        return weight
+    return NotRun(f"{weight.dtype} without scales: no GEMM, and nothing says what it stands for")
+
+
+def _built(one: _Fused, fused: Stored, parts: Mapping[ShardId, Stored], config: ModelConfig) -> tuple[Verdict, str]:
+    """The stored weight and bias, where parts are joined by rows as a weight_loader joins them."""
+    if not parts:
+        return "not run", "the source lacks a part of it"
+    join = one.tensors[one.kind].join
+    if join is not Join.ROWS:
+        return "not run", f"{one.kind} is joined by {join.value}; a weight_loader's rows say nothing of it"
+    head_size = config.head_dim if one.packing == QKV else None
+    for suffix in (one.kind, *({"bias"} & fused.keys())):
+        try:
+            tensor = build_fused({shard: stored[suffix] for shard, stored in parts.items()}, head_size=head_size)
+        except CheckpointError:
+            return "fail", ""
+        if not same_bits(tensor, fused[suffix]):
+            return "fail", ""
+    return "pass", ""
+
+
+def _load(checkpoint: Checkpoint, name: str) -> Tensor:
+    info = checkpoint.tensors[name]
+    if info.dtype in _OPAQUE:
+        data = bytearray(info.nbytes)
+        checkpoint.files.read_into(info.shard, info.start, memoryview(data))
+        width = tensor_bytes(info.dtype, info.shape[1:]) or 0
+        raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return raw.reshape(info.shape[0], width) if info.shape else raw
+    with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def _split(
+    one: _Fused, out: Checkpoint, source: Checkpoint | None, manifest: Manifest | None, fused: Stored
+) -> Mapping[ShardId, Stored] | None:
+    """The split tensors: the source's own, else cut from the fused ones (of the source, or of OUT by the manifest)."""
+    if source is None:
+        return _cut_all(one, fused, manifest, out.config)
+    names = {shard_id: {s: f"{one.base}{module}.{s}" for s in fused} for shard_id, module in one.packing.parts}
+    if _holds(source, (name for by_suffix in names.values() for name in by_suffix.values())):
+        return {
+            shard_id: {suffix: _load(source, name) for suffix, name in by_suffix.items()}
+            for shard_id, by_suffix in names.items()
+        }
+    if not _holds(source, map(one.name, fused)):
+        return None
+    return _cut_all(one, {suffix: _load(source, one.name(suffix)) for suffix in fused}, None, source.config)
+
+
+def _holds(checkpoint: Checkpoint, names: Iterable[str]) -> bool:
+    return all(name in checkpoint.tensors for name in names)
+
+
+def _cut_all(one: _Fused, fused: Stored, manifest: Manifest | None, config: ModelConfig) -> Mapping[ShardId, Stored]:
+    parts: dict[ShardId, dict[str, Tensor]] = {shard_id: {} for shard_id, _ in one.packing.parts}
+    whole = {rows.shard_id: rows.shard_size for rows in config.rows(one.packing)}
+    for suffix, tensor in fused.items():
+        entry = manifest.tensors.get(one.name(suffix)) if manifest is not None else None
+        named = tuple(ShardRows(p.shard_id, p.shard_offset, p.shard_size) for p in entry.parts) if entry else ()
+        for rows in named or tuple(rows for _, rows in one.tensors[suffix].parts):
+            parts[rows.shard_id][suffix] = _cut(tensor, one.tensors[suffix].join, rows, whole[rows.shard_id])
+    return parts
+
+
+def _cut(tensor: Tensor, join: Join, rows: ShardRows, whole: int) -> Tensor:
+    """One part of a fused tensor; `whole` is the number of its weight's rows."""
+    if join is Join.ONCE:
         return tensor
-
-    return load
-
-
-def _split_loader(
-    name: str, packing: Packing, out: Checkpoint, source: Checkpoint | None, manifest: Manifest | None
-) -> Callable[[str], dict[int | str, Tensor]]:
-    """Loads the split tensors: the source's own, else rows of the fused one (of the source, or of OUT by the manifest)."""
-    base = name.removesuffix(f"{packing.fused}.weight")
-
-    def load(suffix: str) -> dict[int | str, Tensor]:
-        names = {shard_id: f"{base}{module}.{suffix}" for shard_id, module in packing.parts}
-        fused = f"{base}{packing.fused}.{suffix}"
-        if source is not None:
-            read = _loader(source)
-            if all(part in source.tensors for part in names.values()):
-                return {shard_id: read(part) for shard_id, part in names.items()}
-            return _cut(read(fused), source.config.rows(packing))
-        entry = manifest.tensors.get(fused) if manifest is not None else None
-        rows = tuple(ShardRows(p.shard_id, p.shard_offset, p.shard_size) for p in entry.parts) if entry else ()
-        return _cut(_loader(out)(fused), rows or out.config.rows(packing))
-
-    return load
-
-
-def _cut(fused: Tensor, rows: tuple[ShardRows, ...]) -> dict[int | str, Tensor]:
-    return {part.shard_id: fused[part.shard_offset : part.shard_offset + part.shard_size] for part in rows}
+    if join is Join.SHAPE:
+        return torch.tensor([whole, int(tensor[1])], dtype=tensor.dtype)
+    span = slice(rows.shard_offset, rows.shard_offset + rows.shard_size)
+    return tensor[span] if join is Join.ROWS else tensor[:, span]

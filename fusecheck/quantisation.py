@@ -187,8 +187,8 @@ def solve(method: str, shapes: Mapping[str, tuple[int, ...]], rows: int, in_feat
         packed = _BITS_FROM.get((method, suffix))
         if packed is not None and len(shape) == 2:
             whole = rows if packed[1] == "r" else in_features
-            if whole and shape[packed[0]] * 32 % whole == 0:
-                bits = shape[packed[0]] * 32 // whole
+            if whole and shape[packed[0]] * 32 % whole == 0 and shape[packed[0]] * 4 <= whole:
+                bits = shape[packed[0]] * 32 // whole  # at most 8: bytes of two E2M1 are no words
         at = _GROUP_FROM.get((method, suffix))
         if at is not None and len(shape) == 2 and shape[at]:
             group = -(-in_features // shape[at])

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from fusecheck.operations.bench import BenchReport, ProjectionBench
     from fusecheck.operations.fuse import FuseReport
     from fusecheck.operations.inspect import InspectReport, ProjectionForm
+    from fusecheck.operations.unfuse import UnfuseReport
     from fusecheck.operations.verify import VerifyReport
     from fusecheck.projections import ProjectionCheck
+    from fusecheck.sidefiles import LeftOut
 
 SCHEMA_VERSION = 1
 """Of the JSON documents on stdout."""
@@ -161,6 +163,12 @@ class Screen:
         if not self.quiet:
             self._say("engines", engines_line(), "bold")
 
+    def unfuse(self, report: UnfuseReport) -> None:
+        """What unfuse did: a summary on stdout, warnings on stderr."""
+        self._warnings(report.warnings)
+        for line in () if self.quiet else unfuse_lines(report, verbose=self.verbose):
+            self.result(line)
+
     def inspect(self, report: InspectReport) -> None:
         """What is there: a table of layers on stdout, what fuse would do, which engines load what."""
         self._warnings(report.warnings)
@@ -183,6 +191,7 @@ class Screen:
 
     def bench(self, report: BenchReport) -> None:
         """What bench measured: a table per projection on stdout, then the result in words."""
+        self._warnings(report.warnings)
         for note in report.notes:
             self.note(note)
         for projection in () if self.quiet else report.projections:
@@ -239,11 +248,40 @@ def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
     )
     shards, sides = len(report.shards), len(report.side_files)
     yield f"  {_count(shards, 'shard')}, {decimal(report.output_bytes)}, {_count(sides, 'side file')}"
-    if report.left_out and not verbose:
-        some = ", ".join(shown(item.path, 40) for item in report.left_out[:3])
-        yield f"  left out: {some}{' ...' if len(report.left_out) > 3 else ''} (-v says why)"
-    for item in report.left_out if verbose else ():
+    yield from _left_out(report.left_out, verbose=verbose)
+
+
+def _left_out(items: tuple[LeftOut, ...], *, verbose: bool) -> Iterator[str]:
+    if items and not verbose:
+        some = ", ".join(shown(item.path, 40) for item in items[:3])
+        yield f"  left out: {some}{' ...' if len(items) > 3 else ''} (-v says why)"
+    for item in items if verbose else ():
         yield f"  left out: {shown(item.path)}: {item.reason}"
+
+
+def unfuse_lines(report: UnfuseReport, *, verbose: bool = False) -> Iterator[str]:
+    """The summary of an unfuse run."""
+    what = {
+        "unfused": "unfused",
+        "copied": "nothing to split, copied",
+        "already_done": "already done, nothing written:",
+        "would_unfuse": "would unfuse",
+    }[report.verdict]
+    yield f"{what} {shown(report.source)} -> {shown(report.out)}"
+    how = "by its manifest" if report.by_manifest else "by names and config.json, there is no manifest"
+    made = f"{report.split} split {how}" + (
+        f", {', '.join(map(shown, report.restored))} restored" * bool(report.restored)
+    )
+    yield f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out ({made})"
+    shards, sides = len(report.shards), len(report.side_files)
+    yield f"  {_count(shards, 'shard')}, {decimal(report.output_bytes)}, {_count(sides, 'side file')}"
+    if report.by_manifest:
+        yield f"  weight files that are the original's byte for byte: {len(report.identical)} of {shards}"
+    if report.reordered:
+        names = report.reordered if verbose else report.reordered[:3]
+        more = " ..." if len(names) < len(report.reordered) else ""
+        yield f"  same tensors, but the original was not in canonical form: {', '.join(map(shown, names))}{more}"
+    yield from _left_out(report.left_out, verbose=verbose)
 
 
 def inspect_head(report: InspectReport) -> Iterator[str]:

@@ -175,8 +175,8 @@ def test_1_not_equal(call: Call, source: Path, tmp_path: Path) -> None:
         ["verify", "src"],
         ["verify", "n" * 300],
         ["verify", "src", "--layer=x"],
-        ["verify", "src", "--source=src", "--layer=1"],
-        ["verify", "src", "--source=src", "--device=abacus"],
+        ["verify", "out", "--layer=1"],
+        ["verify", "out", "--device=abacus"],
         ["no-such-command"],
         ["--no-such"],
     ],
@@ -187,7 +187,7 @@ def test_2_usage(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert source.is_dir()
+    assert call("fuse", source, "out")[0] == 0
     code, out, err = call(*arguments)
     assert (code, out) == (2, "")
     one_error(err)
@@ -211,7 +211,6 @@ def test_3_malformed(call: Call, source: Path, tmp_path: Path) -> None:
     assert "found F16 [16, 16]" in line
     assert "wanted BF16" in line
     assert names_in(tmp_path) == ["src"]
-    assert call("verify", source, "--source", source)[0] in {1, 3}
 
 
 def test_4_environment(call: Call, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Spec, Tensors, fused, specs, tensors, write_checkpoint, write_safetensors
+from checkpoints import Spec, Tensors, fused, read_checkpoint, specs, tensors, write_checkpoint, write_safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -340,6 +340,47 @@ def test_a_fused_parameter_that_is_not_packed_takes_the_whole_tensor(tmp_path: P
     model = Whole(SMALL)
     load_model(model, fused_folder)
     assert held(model) == expected(SMALL, source)
+
+
+class Mirror(nn.Module):
+    """A model that keeps every part by itself: what it holds is what the split checkpoint holds."""
+
+    packed_modules_mapping: dict[str, tuple[str, int | str]] = {}  # noqa: RUF012
+
+    def __init__(self, source: Tensors) -> None:
+        super().__init__()
+        for name, (dtype, shape, _) in source.items():
+            *path, leaf = name.split(".")
+            place: nn.Module = self
+            for step in path:
+                if step not in dict(place.named_children()):
+                    place.add_module(step, Holder())
+                place = place.get_submodule(step)
+            place.register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=TORCH[dtype]), requires_grad=False))
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3Moe", "Qwen2", "Llama", "Mistral"])
+def test_other_families_expert_by_expert(architecture: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64}
+    sparse = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 2}
+    named = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": architecture.lower().replace("moe", "_moe"),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    config = sizes | heads | named | (sparse if architecture == "Qwen3Moe" else {})
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    split_folder, fused_folder = tmp_path / "split", tmp_path / "fused"
+    script = Path(__file__).parent.parent / "scripts" / "make_checkpoint.py"
+    subprocess.run([sys.executable, script, tmp_path / "config.json", split_folder], check=True, capture_output=True)
+    fuse(split_folder, fused_folder)
+    source = read_checkpoint(split_folder)
+    model = Mirror(source)
+    report = load_model(model, fused_folder)
+    assert report.fused == len(read_checkpoint(fused_folder).keys() - source.keys()) > 0
+    assert held(model) == {name: data for name, (_, _, data) in source.items()}
 
 
 @pytest.mark.parametrize("mapping", [{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}, {"q_proj": "qkv_proj"}, None])

@@ -83,7 +83,8 @@ def test_fused_and_split_give_equal_logits(spec: Spec, tmp_path: Path) -> None:
     of_split, of_fused = split_model.state_dict(), fused_model.state_dict()
     assert of_split.keys() == of_fused.keys()
     assert all(torch.equal(of_split[name], of_fused[name]) for name in of_split)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in of_fused.values()}) == len(of_fused) - spec.tied
+    storages = [{t.untyped_storage().data_ptr() for t in state.values()} for state in (of_split, of_fused)]
+    assert len(storages[0]) == len(storages[1])  # no part keeps a fused tensor alive
 
 
 SMALL: dict[str, object] = {

@@ -31,7 +31,7 @@ ENGINES = (
     Engine(
         "transformers 5.x",
         loads=False,
-        note="exit 0 with RANDOM weights in every fused projection",
+        note="RANDOM weights in every fused projection; a warning in its log, no error",
         evidence="run",
         date="2026-11-29",
     ),

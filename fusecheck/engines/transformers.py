@@ -68,7 +68,7 @@ def _converter(packing: Packing) -> WeightConverter:
 def _expert_converter() -> WeightConverter:
     """All experts stand in one tensor there, [experts, rows, columns], gate above up: ours, stacked."""
     return WeightConverter(
-        source_patterns=r"\.mlp\.experts\.*.gate_up_proj\.weight",
+        source_patterns=r"\.mlp\.experts\.[0-9]+\.gate_up_proj\.weight",  # globs changed their meaning within 5.x
         target_patterns=".mlp.experts.gate_up_proj",
         operations=[StackExperts()],
     )

@@ -48,6 +48,8 @@ MIN_ROUNDS = 21
 CASE_SECONDS = 1.5
 SAMPLE_SECONDS = 1e-3
 """What one sample lasts at least, so that the clock's own cost vanishes: as many calls as that takes."""
+LOUD = 0.2
+"""Noise beyond which "no gain" only means that nothing can be told."""
 LOAD_ROUNDS = 11
 LOAD_BYTES = 1 << 30
 """As many layers are loaded as fit."""
@@ -148,6 +150,7 @@ class BenchReport:
     method: tuple[str, ...]
     versions: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,14 +208,14 @@ def bench(
         if origin is not None:
             stack.enter_context(origin)
         stack.enter_context(pinned(chosen))
-        notes += _busy()
+        warnings = _busy()
         steps = _Steps(on_progress)
         prefix = survey(opened.tensors, opened.config, opened.peek, keep_split=True).prefix
         projections = _projections(opened, origin, prefix, layer, chosen, seed, steps, notes)
         load = _load(opened, origin, prefix, chosen, steps, notes)
         for checkpoint in filter(None, (opened, origin)):
             checkpoint.files.check_unchanged()
-    return _report(folder, origin, chosen, projections, load, layer=layer, seed=seed, notes=notes)
+    return _report(folder, origin, chosen, projections, load, layer=layer, seed=seed, notes=notes, warnings=warnings)
 
 
 def _report(
@@ -225,6 +228,7 @@ def _report(
     layer: int,
     seed: int,
     notes: Sequence[str],
+    warnings: Sequence[str],
 ) -> BenchReport:
     import torch  # noqa: PLC0415
 
@@ -247,6 +251,7 @@ def _report(
         method=METHOD,
         versions=_versions(),
         notes=tuple(notes),
+        warnings=tuple(warnings),
     )
 
 
@@ -255,7 +260,7 @@ def _busy() -> list[str]:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < cores / 2:
         return []
-    return [f"this machine was busy before ({load:.1f} runnable on {cores} cores): ratios may be those of waiting"]
+    return [f"this machine was busy before ({load:.1f} runnable on {cores} cores): gains may be of waiting less"]
 
 
 class _Steps:
@@ -658,7 +663,9 @@ def _summary(projections: Sequence[ProjectionBench], load: LoadBench | None) -> 
 
 def _outcomes(cases: Sequence[Case]) -> Iterator[str]:
     if all(case.outcome == "no gain" for case in cases):
-        yield f"fusing gains nothing here, every ratio is within its noise (at most {max(c.noise for c in cases):.1%})"
+        noise = max(case.noise for case in cases)
+        what = "fusing gains nothing here" if noise <= LOUD else "too noisy to tell"
+        yield f"{what}, every ratio is within its noise (at most {noise:.1%})"
         return
     for outcome in ("faster", "slower", "no gain"):
         found = [case for case in cases if case.outcome == outcome]
@@ -672,5 +679,6 @@ def _outcomes(cases: Sequence[Case]) -> Iterator[str]:
 
 def _in_words(outcome: Outcome, ratio: float, noise: float) -> str:
     if outcome == "no gain":
-        return f"fusing gains nothing here ({ratio:.2f} x, noise {noise:.1%})"
+        what = "fusing gains nothing here" if noise <= LOUD else "too noisy to tell"
+        return f"{what} ({ratio:.2f} x, noise {noise:.1%})"
     return f"{outcome} ({ratio:.2f} x, noise {noise:.1%})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,10 @@ from typing import Literal
 from fusecheck.checkpoint import open_checkpoint
 from fusecheck.header import MAX_HEADER_BYTES
 from fusecheck.hub import Source, check_shard_size, resolve
-from fusecheck.job import Job, Options, Progress, carry_out, compare_heads, decide, stands_at
+from fusecheck.job import Job, Options, Outcome, Progress, carry_out, compare_heads, decide, produce, stands_at
 from fusecheck.model import LeftSplit
-from fusecheck.publish import TargetTaken, staging_folder
 from fusecheck.sidefiles import LeftOut
-from fusecheck.target import TargetOccupied, check_target, require_space
+from fusecheck.target import Target, TargetOccupied, check_target
 
 DEFAULT_THREADS = 2
 
@@ -73,32 +73,28 @@ def fuse(
     found = resolve(os.fspath(source), revision=revision, on_progress=on_download)
     with open_checkpoint(found.folder, follow_links=follow_links, max_header_bytes=max_header_bytes) as checkpoint:
         job = decide(checkpoint, options)
-        try:
-            target = check_target(place, found.folder, force=force)
-            if dry_run:
-                return _report("would_fuse", found, place, job, ())
-            with staging_folder(target) as staging:
-                require_space(target, job.size)
-                provenance = found.provenance(target.path)
-                manifest = carry_out(job, staging.path, provenance, threads=threads, on_progress=on_progress)
-                staging.commit()
-        except (TargetOccupied, TargetTaken):
-            if not stands_at(place, job):
-                raise
-            return _report("already_done", found, place, job, ())
-        warnings = (*compare_heads(job, manifest), *staging.warnings)
-        return _report("fused" if job.model.split else "copied", found, place, job, warnings)
+
+        def write(target: Target, folder: Path) -> Iterable[str]:
+            provenance = found.provenance(target.path)
+            return compare_heads(job, carry_out(job, folder, provenance, threads=threads, on_progress=on_progress))
+
+        outcome = produce(
+            place,
+            found.folder,
+            size=job.size,
+            force=force,
+            dry_run=dry_run,
+            write=write,
+            stands=lambda: stands_at(place, job),
+        )
+        return _report(outcome, found, place, job)
 
 
-def _report(
-    verdict: Literal["fused", "copied", "already_done", "would_fuse"],
-    source: Source,
-    out: Path,
-    job: Job,
-    warnings: tuple[str, ...],
-) -> FuseReport:
+def _report(outcome: Outcome, source: Source, out: Path, job: Job) -> FuseReport:
+    written: Literal["fused", "copied"] = "fused" if job.model.split else "copied"
+    verdicts: dict[str, Literal["already_done", "would_fuse"]] = {"stands": "already_done", "would_write": "would_fuse"}
     return FuseReport(
-        verdict=verdict,
+        verdict=verdicts.get(outcome.kind, written),
         source=str(source.folder),
         out=str(out),
         layers=job.checkpoint.config.num_hidden_layers,
@@ -112,5 +108,5 @@ def _report(
         shards=tuple(shard.file.path for shard in job.shards),
         side_files=tuple(side.path for side in job.checkpoint.side_files),
         left_out=job.checkpoint.left_out,
-        warnings=(*job.warnings, *warnings),
+        warnings=(*job.warnings, *outcome.warnings),
     )

@@ -1,0 +1,119 @@
+"""What verify judges and what it holds it to: OUT, its manifest, the source that was named or recorded."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fusecheck import digest
+from fusecheck.checkpoint import Checkpoint, open_checkpoint, open_folder
+from fusecheck.config import ModelConfig
+from fusecheck.errors import CheckpointError, FusecheckError, UsageError, shown
+from fusecheck.exact import Finding, Slice
+from fusecheck.hub import cached, resolve
+from fusecheck.manifest import Manifest, read_manifest
+from fusecheck.model import Model, survey
+from fusecheck.sidefiles import MANIFEST
+
+
+@dataclass(slots=True)
+class Case:
+    """What is judged, what it is held to, and what the checks gather on the way to a report."""
+
+    folder: Path
+    manifest: Manifest | None = None
+    out: Checkpoint | None = None
+    config: ModelConfig | None = None
+    model: Model | None = None
+    source: Checkpoint | None = None
+    origin: Checkpoint | None = None
+    """The source, where its headers are those that the manifest records."""
+    slices: list[Slice] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def blame(self, error: CheckpointError) -> None:
+        """What is malformed in OUT is a finding, since OUT is what is judged."""
+        facts = [f"found {error.found}"] if error.found is not None else []
+        facts += [f"wanted {error.wanted}"] if error.wanted is not None else []
+        problem = f"{error.problem}: {', '.join(facts)}" if facts else error.problem
+        self.findings.append(Finding(problem, error.file, error.tensor))
+
+
+def read_out(case: Case, stack: ExitStack) -> None:
+    """OUT as a server would read it."""
+    if not os.path.isdir(case.folder):  # noqa: PTH112 - Path.is_dir raises where the parent is not searchable
+        raise UsageError("OUT is no folder", file=str(case.folder))
+    try:
+        case.manifest = read_manifest(case.folder)
+    except CheckpointError as error:
+        case.blame(error)
+    try:
+        case.out = stack.enter_context(open_folder(case.folder, follow_links=True))
+        case.config = case.out.config
+    except CheckpointError as error:
+        case.blame(error)
+    if case.out is None or case.config is None:
+        return
+    try:
+        case.model = survey(case.out.tensors, case.config, case.out.peek, keep_split=True)
+    except CheckpointError as error:
+        case.blame(error)
+
+
+def open_source(case: Case, named: str | None, stack: ExitStack) -> None:
+    """The source that was named, else the one that the manifest records if it is still that one, else none."""
+    manifest = case.manifest
+    if named is None and not os.path.lexists(case.folder / MANIFEST):
+        raise UsageError(
+            f"there is neither a manifest ({MANIFEST}) nor a source to compare with",
+            file=str(case.folder),
+            remedy="pass --source",
+        )
+    if named is not None:
+        folder = resolve(named).folder
+        if os.path.realpath(folder) == os.path.realpath(case.folder):
+            raise UsageError("--source is OUT itself", file=named, remedy="name the split checkpoint")
+        case.source = stack.enter_context(_complete(folder))
+    elif manifest is not None:
+        case.source = _recorded(case, manifest, stack)
+    if case.source is None or manifest is None or not digest.available():
+        return
+    found = {shard.name: shard.header_digest for shard in case.source.shards}
+    if found == {name: shard.header_digest for name, shard in manifest.source_shards.items()}:
+        case.origin = case.source
+    elif named is not None:
+        case.notes.append("the manifest records another source than the one that was named, whose bytes are compared")
+    else:
+        case.source = None
+        case.warnings.append("what is at the recorded place is not the recorded source; digests alone are checked")
+
+
+def _complete(folder: Path) -> Checkpoint:
+    """A source that `fuse` would take too. CheckpointError where it is none."""
+    opened = open_checkpoint(folder, follow_links=True)
+    try:
+        survey(opened.tensors, opened.config, opened.peek, keep_split=True)
+    except BaseException:
+        opened.files.close()
+        raise
+    return opened
+
+
+def _recorded(case: Case, manifest: Manifest, stack: ExitStack) -> Checkpoint | None:
+    """What is at the place that the manifest records; digests alone are checked, with a warning, where that is nothing."""
+    recorded = manifest.provenance.folder
+    folder = cached(manifest.provenance) if recorded is None else case.folder / recorded
+    gone = folder is None or not os.path.isdir(folder)  # noqa: PTH112 - the path is foreign, and may be none
+    if folder is None or gone or os.path.realpath(folder) == os.path.realpath(case.folder):
+        where = shown(str(recorded or manifest.provenance.repo_id))
+        case.warnings.append(f"the source {where} is not there; OUT is checked against its manifest's digests alone")
+        return None
+    try:
+        return stack.enter_context(_complete(folder))
+    except FusecheckError as error:
+        case.warnings.append(f"the recorded source cannot be read ({error}); digests alone are checked")
+        return None
