@@ -123,16 +123,21 @@ class Files:
         self.read_into(file, 0, memoryview(data))
         return bytes(data)
 
-    def digest(self, file: str) -> str:
-        """BLAKE3 of a whole file, as hex."""
-        state, size, at = digest.hasher(), self._identity[file].size, 0
-        buffer = memoryview(bytearray(min(size, 1 << 20)))
-        while at < size:
-            block = buffer[: min(len(buffer), size - at)]
+    def digest(self, file: str, start: int = 0, stop: int | None = None) -> str:
+        """BLAKE3 of a file, or of its bytes [start, stop), as hex."""
+        state, at = digest.hasher(), start
+        end = self._identity[file].size if stop is None else stop
+        buffer = memoryview(bytearray(min(end - start, 1 << 20)))
+        while at < end:
+            block = buffer[: min(len(buffer), end - at)]
             self.read_into(file, at, block)
             state.update(block)
             at += len(block)
         return state.hexdigest()
+
+    def changed_since(self, moment_ns: int) -> bool:
+        """Whether any file was written, or came to be, after a moment. Copies that keep mtime still renew ctime."""
+        return any(max(file.mtime_ns, file.ctime_ns) > moment_ns for file in self._identity.values())
 
     def check_unchanged(self) -> None:
         """SystemFailure when any file is no longer what it was when it was opened."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import re
@@ -15,7 +16,7 @@ import typer
 
 from fusecheck import __version__
 from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, UsageError
-from fusecheck.publish import replace_file, signals_as_exceptions
+from fusecheck.publish import ignore_signals, replace_file, signals_as_exceptions
 from fusecheck.render import Screen, discard, error_fields, prepare_streams, to_json
 
 EPILOG = (
@@ -129,12 +130,7 @@ def fuse(
             on_progress=phase("fusing"),
             on_download=phase("downloading"),
         )
-    if as_json:
-        screen.result(to_json(report.verdict, report))
-        for warning in report.warnings:
-            screen.warn(warning)
-    else:
-        screen.fuse(report)
+    screen.fuse(report, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)
@@ -309,22 +305,27 @@ def main() -> NoReturn:
     """Run the command line and leave with the documented exit code."""
     prepare_streams()
     arguments = sys.argv[1:]
-    code = _guarded(lambda: _run(arguments), arguments)
-    sys.exit(_guarded(_flush, arguments) or code)
+    atexit.register(ignore_signals)
+    with signals_as_exceptions():  # to the very end: a second Ctrl-C while the first is told must not be a traceback
+        try:
+            code = _guarded(lambda: _run(arguments), arguments)
+            code = _guarded(_flush, arguments) or code
+        except Interrupted as late:  # it came while an error was told
+            code = late.exit_code
+    sys.exit(code)
 
 
 def _run(arguments: list[str]) -> int:
-    with signals_as_exceptions():
-        try:
-            code = app(arguments or ["--help"], standalone_mode=False)
-        except typer.TyperException as error:
-            raise UsageError(error.format_message(), remedy="see --help") from None
-        except typer.Abort:
-            raise Interrupted(2) from None
-        except SystemExit as error:
-            if not isinstance(error.__context__, BrokenPipeError):
-                raise
-            raise error.__context__ from None  # typer answers a closed pipe with 1, which means NOT equal
+    try:
+        code = app(arguments or ["--help"], standalone_mode=False)
+    except typer.TyperException as error:
+        raise UsageError(error.format_message(), remedy="see --help") from None
+    except typer.Abort:
+        raise Interrupted(2) from None
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        raise error.__context__ from None  # typer answers a closed pipe with 1, which means NOT equal
     if not arguments:
         return UsageError.exit_code  # the help is shown, yet nothing was asked for
     return code if isinstance(code, int) else 0
@@ -344,6 +345,9 @@ def _guarded(action: Callable[[], int], arguments: list[str]) -> int:
         return 0
     except FusecheckError as error:
         failure = error
+    except Interrupted as error:
+        failure = FusecheckError(str(error))
+        failure.exit_code = error.exit_code
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             failure = UsageError("no file can have a name this long", file=str(error.filename))

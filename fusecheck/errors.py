@@ -3,8 +3,8 @@
 FusecheckError                     70  a bug, when raised bare
 ├── UsageError                      2  the command line asks for what cannot be
 ├── CheckpointError                 3  the checkpoint is malformed or unsupported; a retry cannot help
-├── SystemFailure                   4  space, permission, I/O, network, a source that changed; a retry may help
-└── Interrupted              128 + n  a signal asked us to stop
+└── SystemFailure                   4  space, permission, I/O, network, a source that changed; a retry may help
+Interrupted                  128 + n  a signal asked us to stop
 """
 
 from __future__ import annotations
@@ -113,8 +113,11 @@ class SystemFailure(FusecheckError):
         return cls(f"cannot {doing}: {error.strerror or error}", file=file)
 
 
-class Interrupted(FusecheckError):
-    """A signal asked the run to stop; what was half done is cleaned up on the way out. exit_code = 128 + signal."""
+class Interrupted(BaseException):
+    """A signal asked the run to stop; what was half done is cleaned up on the way out. exit_code = 128 + signal.
+
+    No FusecheckError, so that whoever goes on without what failed (a source that is gone) never goes on after a signal.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by signal {signum}")

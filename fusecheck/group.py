@@ -114,8 +114,9 @@ def survey_slot(slot: Slot) -> tuple[list[Group], list[FusedTensor]]:
         return [], []
     if whole:
         return [], _fused(slot, whole)
+    ignored = _ignored(slot)  # before a part without scales is called incomplete
     _check_present(slot, parts)
-    method = _method(slot, parts)
+    method = _method(slot, parts, ignored=ignored)
     _check_bias(slot, parts, method)
     return _groups(slot, parts, method), []
 
@@ -151,11 +152,10 @@ def _missing(slot: Slot, name: str, found: list[TensorInfo], part: Linear) -> Ch
     )
 
 
-def _method(slot: Slot, linears: list[Linear]) -> str:
+def _method(slot: Slot, linears: list[Linear], *, ignored: bool) -> str:
     """How these Linears are stored, held against what the config declares of them."""
     quantisation = slot.config.quantisation
     extra = sorted({suffix for linear in linears for suffix in linear} - {"weight", "bias"})
-    ignored = _ignored(slot)
     some = next(iter(linears[0].values()))
     if not extra:
         if quantisation.method == "none" or ignored:
@@ -322,30 +322,36 @@ def _no_form(
             found=first.dtype,
             wanted=", ".join(allowed),
         )
+    possible = [form for form in forms if first.dtype in form.dtypes]
     for tensor, part in zip(tensors, rows, strict=True):
         shapes = [
             _shape(form, part.shard_size, slot.config.hidden_size, packing, slot.config.quantisation)
-            for form in forms
-            if tensor.dtype in form.dtypes
+            for form in possible
         ]
         if tensor.shape not in shapes:
-            known = [shape for shape in shapes if None not in shape]
-            if not known:
-                return NoFusedForm(
-                    f"{part.shard_size} rows fill no whole words",
-                    file=tensor.shard,
-                    tensor=tensor.name,
-                    found=tensor.form,
-                )
-            near = next((shape for shape in known if len(shape) == len(tensor.shape)), known[0])
-            return CheckpointError(
-                f"shape contradicts {CONFIG}",
-                file=tensor.shard,
-                tensor=tensor.name,
-                found=list(tensor.shape),
-                wanted=f"{list(near)} (weight_loader rows for shard_id {part.shard_id!r})",
-            )
+            return _no_shape(tensor, part, list(zip(possible, shapes, strict=True)))
     return NoFusedForm("parts are stored in different forms", file=first.shard, tensor=first.name, found=first.form)
+
+
+def _no_shape(tensor: TensorInfo, part: ShardRows, forms: list[tuple[Form, tuple[int | None, ...]]]) -> CheckpointError:
+    """Say why no form's shape is this tensor's: words that two parts would share, or what it should have been."""
+    for form, shape in forms:
+        if len(shape) == len(tensor.shape) and all(
+            want == found or (want is None and axis.endswith("/w"))
+            for want, found, axis in zip(shape, tensor.shape, form.axes, strict=True)
+        ):
+            packed = f"{part.shard_size} rows" if "r/w" in form.axes else "in_features"
+            return NoFusedForm(
+                f"{packed} fill no whole words", file=tensor.shard, tensor=tensor.name, found=tensor.form
+            )
+    known = [shape for _, shape in forms if None not in shape]
+    near = next((shape for shape in known if len(shape) == len(tensor.shape)), next(iter(known), None))
+    wanted = "a shape that the declared bits or block size explain"
+    if near is not None:
+        wanted = f"{list(near)} (weight_loader rows for shard_id {part.shard_id!r})"
+    return CheckpointError(
+        f"shape contradicts {CONFIG}", file=tensor.shard, tensor=tensor.name, found=list(tensor.shape), wanted=wanted
+    )
 
 
 def _check_one_dtype(tensors: list[TensorInfo]) -> None:
@@ -444,7 +450,7 @@ def _fused(slot: Slot, whole: Linear) -> list[FusedTensor]:
             tensor=slot.name(slot.packing.fused),
             found=some.name,
         )
-    method = _method(slot, [whole])
+    method = _method(slot, [whole], ignored=_ignored(slot))
     _check_bias(slot, [whole], method)
     shapes = {suffix: tensor.shape for suffix, tensor in whole.items()}
     packing = solve(method, shapes, total, slot.config.hidden_size)

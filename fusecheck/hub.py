@@ -71,7 +71,12 @@ class Source:
         if self.repo_id is not None:
             return Provenance(repo_id=self.repo_id, revision=self.revision, commit=self.commit)
         here = Path(os.path.realpath(out.parent)) / out.name
-        return Provenance(folder=os.path.relpath(os.path.realpath(self.folder), here))
+        folder = os.path.relpath(os.path.realpath(self.folder), here)
+        try:
+            folder.encode()
+        except UnicodeEncodeError:  # JSON cannot hold it; verify then needs --source
+            return Provenance()
+        return Provenance(folder=folder)
 
 
 def resolve(source: str, *, revision: str | None = None, on_progress: Progress | None = None) -> Source:

@@ -330,11 +330,17 @@ def compare_heads(job: Job, manifest: Manifest) -> tuple[str, ...]:
 
 
 def stands_at(out: Path, job: Job) -> bool:
-    """Whether OUT is the complete result of this source, these options and this version."""
+    """Whether OUT is the complete result of this source, these options and this version.
+
+    Headers say nothing of the weights: where a source file is younger than OUT's manifest, the weights are digested too.
+    """
     try:
         if not holds(out, job.files, beside=(MANIFEST, CHECKSUMS) if job.options.checksums else (MANIFEST,)):
             return False
+        made_ns = (out / MANIFEST).stat().st_mtime_ns
         manifest = from_text((out / MANIFEST).read_bytes())
+        if job.options.checksums and (out / CHECKSUMS).read_bytes().count(b"\n") != len(job.files) + 1:
+            return False
     except (OSError, FusecheckError):
         return False
     files = job.checkpoint.files
@@ -345,7 +351,17 @@ def stands_at(out: Path, job: Job) -> bool:
         and manifest.source_index == job.checkpoint.index_metadata
         and {path: entry.digest for path, entry in manifest.side_files.items()}
         == {side.path: files.digest(side.path) for side in job.checkpoint.side_files}
+        and (not files.changed_since(made_ns) or _same_weights(manifest, job.checkpoint))
     )
+
+
+def _same_weights(manifest: Manifest, checkpoint: Checkpoint) -> bool:
+    """Whether every source tensor has the digest that the manifest records."""
+    recorded = {name: entry.digest for name, entry in manifest.tensors.items() if not entry.parts}
+    recorded |= {part.name: part.digest for entry in manifest.tensors.values() for part in entry.parts}
+    recorded |= {name: recorded.get(entry.same_as, "") for name, entry in manifest.dropped.items()}
+    tensors = checkpoint.tensors.values()
+    return all(recorded.get(t.name) == checkpoint.files.digest(t.shard, t.start, t.stop) for t in tensors)
 
 
 def holds(out: Path, files: Sequence[PlannedFile], *, beside: Iterable[str] = ()) -> bool:

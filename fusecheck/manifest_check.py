@@ -6,8 +6,8 @@ of the index; every digest, size and name of the manifest that does not follow f
 
 What they cannot see: a manifest and files rewritten together (digests are no signature); a fuse that was wrong when it
 wrote, since the digests are of what it read and no source is there to ask; whether the source was the one that is named:
-its folder, repository, revision, shard sizes, header digests and index, and in which of its shards a tensor lay; of the
-options those that leave no trace; why a group was left split; the index beyond its entries and totals.
+its folder, repository and revision, its index, its shards' sizes, headers and metadata, and in which of its shards a
+tensor lay; of the options those that leave no trace; why a group was left split; the index beyond its entries and metadata.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import ModelConfig
 from fusecheck.dequantise import NotRun, dequantise
-from fusecheck.errors import CheckpointError
+from fusecheck.errors import CheckpointError, SystemFailure
 from fusecheck.group import FusedTensor
 from fusecheck.header import tensor_bytes
 from fusecheck.linear import build_fused
@@ -145,25 +145,30 @@ def _check(
     device: torch.device,
     seed: int,
 ) -> ProjectionCheck:
-    fused = {suffix: _load(out, one.name(suffix)) for suffix in one.tensors}
-    parts = _split(one, out, source, manifest, fused)
     rows = out.config.rows(one.packing)
-    config = source.config if source is not None else out.config
-    found = (
-        NotRun("the source lacks a part of it") if parts is None else _projection(one, out.config, fused, config, parts)
-    )
-    built, why = _built(one, fused, parts or {}, out.config)
     check = ProjectionCheck(
         layer=one.layer,
         tensor=one.name(one.kind),
         input_size=out.config.hidden_size,
         output_size=sum(part.shard_size for part in rows),
         shard_offsets=tuple((str(part.shard_id), part.shard_offset) for part in rows),
-        built=built,
+        built="not run",
         probe=ProbeResult("not run"),
         numeric=NumericResult("not run"),
-        built_reason=why,
     )
+    try:
+        fused = {suffix: _load(out, one.name(suffix)) for suffix in one.tensors}
+        parts = _split(one, out, source, manifest, fused)
+    except SafetensorError as error:
+        why = f"our reader took it, safetensors does not: {error}"
+        failed = ProbeResult("fail", why), NumericResult("fail", why)
+        return replace(check, built="fail", built_reason=why, probe=failed[0], numeric=failed[1])
+    config = source.config if source is not None else out.config
+    found = (
+        NotRun("the source lacks a part of it") if parts is None else _projection(one, out.config, fused, config, parts)
+    )
+    built, why = _built(one, fused, parts or {}, out.config)
+    check = replace(check, built=built, built_reason=why)
     if isinstance(found, NotRun):
         return replace(
             check, probe=ProbeResult("not run", found.reason), numeric=NumericResult("not run", found.reason)
@@ -239,8 +244,11 @@ def _load(checkpoint: Checkpoint, name: str) -> Tensor:
         width = tensor_bytes(info.dtype, info.shape[1:]) or 0
         raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return raw.reshape(info.shape[0], width) if info.shape else raw
-    with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
+    try:
+        with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except OSError as error:
+        raise SystemFailure.from_os(error, info.shard, "open") from None
     return tensor
 
 

@@ -211,6 +211,12 @@ def signals_as_exceptions() -> Iterator[None]:
         yield
 
 
+def ignore_signals() -> None:
+    """For the exit of a program that has done and told all: a signal must neither change its code nor bring a traceback."""
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Create `path` with these bytes and fsync it. Its mode follows the umask. SystemFailure: also when it exists."""
     try:

@@ -154,11 +154,13 @@ class Screen:
             transient=True,
         )
 
-    def fuse(self, report: FuseReport) -> None:
-        """What fuse did: a summary on stdout, warnings on stderr, and at last which engines load the output."""
+    def fuse(self, report: FuseReport, *, as_json: bool) -> None:
+        """What fuse did: a summary or document on stdout, warnings on stderr, and at last which engines load the output."""
         self._warnings(report.warnings)
-        if not self.quiet:
-            for line in fuse_lines(report, verbose=self.verbose):
+        if as_json:
+            self.result(to_json(report.verdict, report))
+        else:
+            for line in () if self.quiet else fuse_lines(report, verbose=self.verbose):
                 self.result(line)
         if not self.quiet:
             self._say("engines", engines_line(), "bold")

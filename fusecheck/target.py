@@ -214,6 +214,7 @@ def failure(error: OSError, file: str, doing: str) -> UsageError | SystemFailure
         return UsageError(f"cannot {doing}: {cause}", file=file)
     remedies = {
         errno.EBUSY: "use a folder below it",
+        errno.EXDEV: "write to a new folder",  # overlayfs cannot exchange a folder of a lower layer
         errno.ENOSPC: "free some space there",
         errno.EDQUOT: "free some of your quota there",
         errno.EFBIG: "raise the limit on file sizes (ulimit -f)",

@@ -281,3 +281,12 @@ def test_a_plain_weight_is_none_to_be_dequantised() -> None:
     assert dequantise({"weight": torch.ones(2, 2)}, NONE, 2, 2) == NotRun(
         "torch.float32 is no quantised weight that is known"
     )
+
+
+def test_scales_that_are_exponents_alone() -> None:
+    tensors = {
+        "weight": torch.full((16, 24), 1.5).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.full((1, 1), 2.0**-7).to(torch.float8_e8m0fnu),
+    }
+    found = weight_of("fp8-block", tensors, 16, 24)
+    assert found.flatten().tolist() == [1.5 * 2.0**-7] * (16 * 24)

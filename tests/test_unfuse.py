@@ -231,7 +231,7 @@ def test_what_another_writer_fused_is_split(spec: Spec) -> None:
         assert "__metadata__" not in read_header(Path(place) / "back" / SINGLE)
 
 
-@given(spec=specs(**CANONICAL, metadata="pt"))
+@given(spec=st.sampled_from((1, 2, 7)).flatmap(lambda files: specs(**CANONICAL, metadata="pt", files=files)))
 def test_fuse_of_unfuse_is_the_fused_checkpoint(spec: Spec) -> None:
     with source_of(spec) as source:
         there_and_back(source)
@@ -254,7 +254,7 @@ def test_what_is_not_fused_is_copied_byte_for_byte(spec: Spec) -> None:
         assert made == originals(source)
 
 
-@given(spec=specs(), threads=st.sampled_from((1, 2, 4)))
+@given(spec=st.sampled_from((1, 2, 7)).flatmap(lambda files: specs(files=files)), threads=st.sampled_from((1, 2, 4)))
 def test_two_runs_give_the_same_bytes_and_the_second_is_done_already(spec: Spec, threads: int) -> None:
     with source_of(spec) as source:
         there_and_back(source)
@@ -370,12 +370,9 @@ def test_a_head_in_each_order_that_the_library_writes(metadata: dict[str, str] |
         entries = json.loads(each[8:])
         assert ("__metadata__" in entries) == (metadata is not None)
         assert entries.get("__metadata__") == metadata
-        assert (
-            each
-            == serialized(
-                {name: ("U8", (1,), b"x") for name in names}, metadata=entries.get("__metadata__"), order=names
-            )[: len(each)]
-        )
+        content = dict.fromkeys(names, ("U8", (1,), b"x"))
+        whole = serialized(content, metadata=entries.get("__metadata__"), order=names)
+        assert whole.startswith(each)
         orders.append(tuple(entries.get("__metadata__") or ()))
     assert len(set(orders)) == len(orders)
 

@@ -130,11 +130,15 @@ class StackExperts(ConversionOps):
         input_dict: dict[str, Tensor | list[Tensor]],
         source_patterns: list[str],  # noqa: ARG002
         target_patterns: list[str],
-        **_: object,
+        **context: Any,  # noqa: ANN401 - as above
     ) -> dict[str, list[Tensor]]:
-        """Stack; a missing expert gives another shape than the model's, which transformers refuses."""
+        """Stack; what a rank of tensor or expert parallelism is given has another shape than the model's parameter."""
         (found,) = input_dict.values()
-        return {target_patterns[0]: [torch.stack(list(found))]}
+        name: str = context["full_layer_name"]
+        stacked, wanted = torch.stack(list(found)), context["model"].get_parameter(name).shape
+        if stacked.shape != wanted:
+            raise CheckpointError("wrong shape", tensor=name, found=list(stacked.shape), wanted=list(wanted))
+        return {target_patterns[0]: [stacked]}
 
     @property
     def reverse_op(self) -> SplitExperts:
@@ -149,12 +153,12 @@ class SplitExperts(ConversionOps):
         self,
         input_dict: dict[str, Tensor | list[Tensor]],
         source_patterns: list[str],  # noqa: ARG002
-        target_patterns: list[str],  # noqa: ARG002
+        target_patterns: list[str],
         **context: Any,  # noqa: ANN401 - as above
     ) -> dict[str, list[Tensor]]:
         """Full names, as KeepSplit gives them."""
         (found,) = input_dict.values()
-        base = str(context["full_layer_name"]).partition(".mlp.experts.")[0]
+        base = str(context["full_layer_name"]).partition(target_patterns[0])[0]
         return {
             f"{base}.mlp.experts.{number}.{part}.weight": [rows.contiguous()]
             for number, expert in enumerate(_one(found))

@@ -95,7 +95,9 @@ CASES: dict[str, Callable[[Path], None]] = {
     "terabyte": special(sparse),
     "deep config": blob("config.json", b"[" * 200_000),
     "config of control characters": names_that_drive,
-    "huge numbers": blob("config.json", b'{"model_type":"qwen3","num_hidden_layers":1e999,"hidden_size":' + b"9" * 5000 + b"}"),
+    "huge numbers": blob(
+        "config.json", b'{"model_type":"qwen3","num_hidden_layers":1e999,"hidden_size":' + b"9" * 5000 + b"}"
+    ),
     "index out of the folder": blob(f"{SINGLE}.index.json", b'{"weight_map":{"a":"../../etc/passwd"}}'),
     "index is a list": blob(f"{SINGLE}.index.json", b"[]"),
     "deep manifest": blob("fusecheck.json", b'{"a":' * 100_000),

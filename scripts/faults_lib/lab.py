@@ -45,7 +45,7 @@ Tree = Mapping[str, tuple[int, str]]
 
 
 class SkippedError(Exception):
-    """This fault cannot be made here; the text says why."""
+    """A fault that cannot be made here; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,6 @@ class Rules:
     """What OUT held before, and may still hold (--force)."""
     source: bool = True
     """The source must be untouched; not asked where the fault itself changes it."""
-    silent: bool = False
-    """stderr itself may be lost, so no line is asked for."""
 
 
 @dataclass(slots=True)
@@ -132,7 +130,8 @@ class Lab:
         self.seconds = time.monotonic() - began
         proof = self.fusecheck("verify", self.out, "--source", self.source)
         if first.code or proof.code:
-            sys.exit(f"the lab cannot begin: fuse exits {first.code}, verify {proof.code}: {(first.text + proof.text)[-500:]}")
+            text = (first.text + proof.text)[-500:]
+            sys.exit(f"the lab cannot begin: fuse exits {first.code}, verify {proof.code}: {text}")
         self._good = tree(self.out)
 
     def renew_source(self) -> None:
@@ -157,7 +156,7 @@ class Lab:
     # --- running ---
 
     def command(self, *arguments: object) -> list[str]:
-        """fusecheck of this tree, in this interpreter."""
+        """The command line of this tree, in this interpreter."""
         return [sys.executable, "-m", "fusecheck.cli", *map(str, arguments)]
 
     def fusecheck(self, *arguments: object, before: Sequence[object] = (), env: Mapping[str, str] | None = None) -> Run:
@@ -175,7 +174,7 @@ class Lab:
         """Start it; `ended` waits for it."""
         return subprocess.Popen(
             [*map(str, before), *self.command(*arguments)],
-            env=environment() | (env or {}),
+            env={**environment(), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -228,7 +227,7 @@ class Lab:
         if _CONTROL.search(run.text):
             yield "control bytes on a stream"
         lines = [line for line in run.err.splitlines() if line.startswith("error: ")]
-        if run.code <= 1 or rules.silent:
+        if run.code <= 1:
             return
         if len(lines) != 1:
             yield f"{len(lines)} lines `error: ...` on stderr: {run.err[-300:]!r}"
@@ -297,7 +296,9 @@ def call(*command: object) -> None:
     """Run a tool of the system, which must succeed."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SkippedError(f"{' '.join(map(str, command[:1]))} fails here: {(done.stderr or done.stdout).strip()[-200:]}")
+        raise SkippedError(
+            f"{' '.join(map(str, command[:1]))} fails here: {(done.stderr or done.stdout).strip()[-200:]}"
+        )
 
 
 def environment() -> dict[str, str]:
@@ -318,7 +319,7 @@ def tree(folder: Path) -> Tree:
 
 def state(folder: Path) -> dict[str, tuple[int, ...]]:
     """What any change to a folder would change."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
         found[str(path)] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -89,5 +89,3 @@ def _state_after(lab: Lab, run: Run) -> list[str]:
     if run.code not in {0, -9, 4}:
         wrong.append(f"exit {run.code}")
     return wrong
-
-

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
 
 from .lab import SIGNAL_EXITS, Fault, Lab, Rules, Run, tree
 
@@ -34,8 +35,8 @@ def _stopped(lab: Lab, number: signal.Signals, *, chance: random.Random, twice: 
         what += f" after {moment:.3f} s"
         time.sleep(moment)
     else:
-        assert process.stderr is not None
-        process.stderr.readline()
+        if process.stderr is not None:
+            process.stderr.readline()
         moment = chance.uniform(0, 0.1)
         what += f" {moment:.3f} s after the first line"
         time.sleep(moment)
@@ -46,9 +47,15 @@ def _stopped(lab: Lab, number: signal.Signals, *, chance: random.Random, twice: 
     return lab.ended(process, what)
 
 
-def _died_before_it_began(lab: Lab, run: Run, number: signal.Signals) -> bool:
-    """While Python itself still starts, and after all is done, a signal does what it does to any process."""
-    return run.code == -number and not run.err.strip() and not lab.left() and (lab.is_complete() or not lab.out.exists())
+def _outside_main(lab: Lab, run: Run, number: signal.Signals) -> bool:
+    """While Python itself still starts, and after all is done, a signal does to fusecheck what it does to any program."""
+    if run.code != -number or lab.left():
+        return False
+    if lab.out.exists():
+        return lab.is_complete() and "error: " not in run.err
+    told = f"error: stopped by signal {number}\n" in run.err
+    starting = number == signal.SIGINT and "\nKeyboardInterrupt" in run.err and "fusecheck/operations" not in run.err
+    return not run.err.strip() or told or starting
 
 
 def random_moments(lab: Lab, *, twice: bool = False) -> None:
@@ -60,7 +67,7 @@ def random_moments(lab: Lab, *, twice: bool = False) -> None:
         lab.fresh()
         run = _stopped(lab, number, chance=chance, twice=twice)
         rules = rules_of(number, rerun=not lab.quick or number == signal.SIGKILL)
-        if number != signal.SIGKILL and _died_before_it_began(lab, run, number):
+        if number != signal.SIGKILL and _outside_main(lab, run, number):
             run = Run(run.what, SIGNAL_EXITS[number], run.out, "error: signal")
         lab.judge(run, rules)
 
@@ -69,41 +76,58 @@ def _twice(lab: Lab) -> None:
     random_moments(lab, twice=True)
 
 
-def _calls(lab: Lab, number: signal.Signals, options: list[str]) -> Iterator[tuple[int, Run]]:
-    """One run per file-changing call, in which the signal comes on entry to that call; ends when a run is not hit."""
-    at, step = 1, lab.some(9, 1)
-    while True:
-        lab.fresh()
-        if options:
-            lab.out.mkdir()
-            (lab.out / "old").write_text("old", encoding="utf-8")
-        trace = lab.traced(f"{CHANGING}:signal={number.name}:when={at}")
-        run = lab.fuse("-q", *options, before=trace)
-        if run.code == 0:
-            return
-        yield at, Run(f"{number.name} at call {at}", run.code, run.out, run.err)
-        at += step
+def _moments(lab: Lab, options: list[str]) -> list[tuple[str, int]]:
+    """(system call, n) for every file-changing call of a run. strace counts each call by itself, and per thread."""
+    _prepare(lab, options)
+    log = lab.work / "calls.log"
+    run = lab.fuse(
+        "-q", "--threads", "1", *options, before=["strace", "-f", "-qq", "-o", log, "-e", f"trace={CHANGING}"]
+    )
+    lab.expect("every call", run.code == 0, f"exit {run.code} under strace")
+    counts: Counter[tuple[str, str]] = Counter()
+    found = []
+    for thread, name in re.findall(r"^(\d+) +(\w+)\(", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+        counts[thread, name] += 1
+        found.append((name, counts[thread, name]))
+    return sorted(set(found))
+
+
+def _prepare(lab: Lab, options: list[str]) -> None:
+    lab.fresh()
+    if options:
+        lab.out.mkdir()
+        (lab.out / "old").write_text("old", encoding="utf-8")
+
+
+def _hit(lab: Lab, number: signal.Signals, call: str, at: int, options: list[str]) -> Run:
+    """A run in which the signal comes on entry to that call."""
+    _prepare(lab, options)
+    trace = lab.traced(f"{call}:signal={number.name}:when={at}")
+    run = lab.fuse("-q", "--threads", "1", *options, before=trace)
+    return Run(f"{number.name} at {call} {at}", run.code, run.out, run.err)
 
 
 def every_call(lab: Lab) -> None:
     """SIGKILL and SIGTERM everywhere; the others, which take the same way, at every third call."""
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        last = 0
-        for at, run in _calls(lab, number, []):
-            lab.judge(run, rules_of(number, rerun=at % 7 == 1))
-            last = at
-        lab.expect(number.name, last > 30, f"only {last} calls were hit")
+    moments = _moments(lab, [])
+    lab.expect("every call", len(moments) > 40, f"only {len(moments)} calls were seen")
+    for number in (signal.SIGKILL, *POLITE):
+        step = lab.some(17, 1 if number in {signal.SIGKILL, signal.SIGTERM} else 3)
+        for turn, (call, at) in enumerate(moments[::step]):
+            lab.judge(_hit(lab, number, call, at, []), rules_of(number, rerun=turn % 7 == 1 or call == "rename"))
 
 
 def every_call_force(lab: Lab) -> None:
     """--force: OUT is the old one or the new one at every moment."""
+    moments = _moments(lab, ["--force"])
     for number in (signal.SIGKILL, signal.SIGTERM):
-        for at, run in _calls(lab, number, ["--force"]):
-            lab.judge(run, rules_of(number, rerun=at % 7 == 1, old=_old(lab)))
+        for turn, (call, at) in enumerate(moments[:: lab.some(17, 1)]):
+            run = _hit(lab, number, call, at, ["--force"])
+            lab.judge(run, rules_of(number, rerun=turn % 7 == 1 or call == "renameat2", old=_old(lab)))
 
 
 def _old(lab: Lab) -> dict[str, tuple[int, str]]:
-    """The tree of an OUT that holds the one file of `_calls`."""
+    """The tree of an OUT that holds the one file of `_prepare`."""
     place = lab.work / "old"
     if not place.exists():
         place.mkdir()

@@ -59,7 +59,9 @@ def mounts(lab: Lab) -> None:
             works(lab, "OUT below a bind mount", lab.out / "a/model")
         call("mount", "-o", "remount,ro", lab.box)
         for options in ([], ["--force"]):
-            refused(lab, "a read-only file system", Rules(codes=(2, 4), names=("read-only", "not empty")), lab.out, *options)
+            refused(
+                lab, "a read-only file system", Rules(codes=(2, 4), names=("read-only", "not empty")), lab.out, *options
+            )
         refused(lab, "a read-only parent", Rules(codes=(4,), names=("read-only",)), lab.box / "new/model")
 
 
@@ -71,14 +73,16 @@ def _made(folder: Path) -> bool:
 def overlay(lab: Lab) -> None:
     """The file system of containers; also with an old OUT that lies in the lower layer."""
     with lab.mounted("-t", "tmpfs", "tmpfs", at=lab.work / "layers") as layers:
-        for name in ("lower/box/out", "upper", "work", "merged"):
+        for name in ("lower/box/out", "lower/box/empty", "upper", "work", "merged"):
             (layers / name).mkdir(parents=True)
         (layers / "lower/box/out/old").touch()
         options = f"lowerdir={layers}/lower,upperdir={layers}/upper,workdir={layers}/work"
         with lab.mounted("-t", "overlay", "-o", options, "overlay", at=layers / "merged") as merged:
             works(lab, "OUT on overlayfs", merged / "box/new")
             works(lab, "OUT on overlayfs, again", merged / "box/new")
-            rules = Rules(codes=(4,), names=("cannot exchange", "--force"))
+            works(lab, "OUT on overlayfs, an empty folder of the lower layer", merged / "box/empty")
+            works(lab, "OUT on overlayfs, --force", merged / "box/new", "--force")
+            rules = Rules(codes=(4,), names=("write to a new folder",))
             run = lab.fusecheck("fuse", lab.source, merged / "box/out", "--force")
             if run.code:  # the kernel may refuse to exchange a folder of the lower layer; then all stays as it was
                 for why in lab.wrong_words(run, rules):
@@ -267,14 +271,18 @@ def wrong_order(lines: Iterable[str], box: Path, out: Path) -> list[str]:
     wrong = []
     inside = [path for path in {**changed, **made} if TEMPORARY.search(path)]
     for path in inside:
-        last = max(changed.get(path, 0), max((n for other, n in made.items() if str(Path(other).parent) == path), default=0))
+        last = max(
+            changed.get(path, 0), max((n for other, n in made.items() if str(Path(other).parent) == path), default=0)
+        )
         if not last <= synced.get(path, -1) < at:
             wrong.append(f"{path} is not fsynced between its last change and the rename")
     if len(inside) < 8:
         wrong.append(f"only {len(inside)} files and folders were seen")
     above = out.parent
     while above != box.parent:
-        if synced.get(str(above), -1) < at and (above == out.parent or str(above / out.relative_to(above).parts[0]) in made):
+        if synced.get(str(above), -1) < at and (
+            above == out.parent or str(above / out.relative_to(above).parts[0]) in made
+        ):
             wrong.append(f"{above} is not fsynced after the rename")
         above = above.parent
     return wrong
