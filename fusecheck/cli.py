@@ -169,12 +169,7 @@ def unfuse(
             on_progress=phase("unfusing"),
             on_download=phase("downloading"),
         )
-    if as_json:
-        screen.result(to_json(report.verdict, report))
-        for warning in report.warnings:
-            screen.warn(warning)
-    else:
-        screen.unfuse(report)
+    screen.unfuse(report, as_json=as_json)
 
 
 @app.command(epilog=EPILOG)

@@ -127,7 +127,8 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     high = (low + 1).clamp(max=max(0, stream.shape[1] - 1))  # the last element ends in the last byte
     found = torch.empty(len(words), len(starts), dtype=torch.uint8)
     for rows in _chunks(len(words), len(starts)):
-        pair = stream[rows][:, low].short() | stream[rows][:, high].short() << 8
+        some = stream[rows]
+        pair = some.index_select(1, low).short() | some.index_select(1, high).short() << 8
         found[rows] = (pair >> shift & mask).to(torch.uint8)
     return found
 
@@ -156,8 +157,8 @@ def _is_awq(stored: _Stored) -> bool:
 def _awq(words: Tensor, stored: _Stored) -> Tensor:
     """[k, rows / 8] -> [rows, k]."""
     nibbles = unpack(words, stored.bits((4,)))
-    at = [AWQ_ORDER.index(column) for column in range(8)]
-    return nibbles.view(len(words), -1, 8)[:, :, at].flatten(1).t()
+    at = torch.tensor([AWQ_ORDER.index(column) for column in range(8)])
+    return nibbles.view(len(words), -1, 8).index_select(2, at).flatten(1).t()
 
 
 def _gptq(stored: _Stored) -> Tensor:
@@ -285,8 +286,8 @@ def _multiplied(codes: _Codes, grid: _Grid) -> Tensor:
         numbers = values.to(work) if table is None else table[values.int()]
         at = grid.row_of[rows]
         if grid.zero is not None:
-            numbers = numbers - grid.zero[at][:, grid.column_of]
-        torch.mul(numbers, grid.scale[at][:, grid.column_of], out=found[rows])
+            numbers = numbers - grid.zero[at].index_select(1, grid.column_of)
+        torch.mul(numbers, grid.scale[at].index_select(1, grid.column_of), out=found[rows])
     return found
 
 

@@ -165,9 +165,12 @@ class Screen:
         if not self.quiet:
             self._say("engines", engines_line(), "bold")
 
-    def unfuse(self, report: UnfuseReport) -> None:
-        """What unfuse did: a summary on stdout, warnings on stderr."""
+    def unfuse(self, report: UnfuseReport, *, as_json: bool) -> None:
+        """What unfuse did: a summary or document on stdout, warnings on stderr."""
         self._warnings(report.warnings)
+        if as_json:
+            self.result(to_json(report.verdict, report))
+            return
         for line in () if self.quiet else unfuse_lines(report, verbose=self.verbose):
             self.result(line)
 

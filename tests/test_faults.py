@@ -13,8 +13,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from checkpoints import Spec, write_checkpoint
 
+from fusecheck import cli
+from fusecheck.checkpoint import Checkpoint
+from fusecheck.config import ModelConfig
+from fusecheck.errors import FusecheckError, Interrupted
 from fusecheck.operations.fuse import fuse
+from fusecheck.operations.verify import verify
+from fusecheck.render import Screen
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 QUICK = {
@@ -46,6 +53,55 @@ def test_every_name_is_known() -> None:
     names = listed.stdout.split()
     assert len(names) == len(set(names)) > 25
     assert {name for group in QUICK.values() for name in group} <= set(names)
+
+
+# --- signals at moments that no other process can hit for sure ---
+
+
+def test_a_signal_is_never_taken_for_a_source_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "src", Spec(num_hidden_layers=1))
+    fuse(tmp_path / "src", tmp_path / "out")
+
+    read: Callable[[Checkpoint], ModelConfig] = vars(Checkpoint)["config"].func
+
+    def stopped(checkpoint: Checkpoint) -> ModelConfig:
+        if checkpoint.files.root.name == "src":
+            raise Interrupted(signal.SIGTERM)
+        return read(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "config", property(stopped))
+    with pytest.raises(Interrupted):
+        verify(tmp_path / "out", layers=())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_an_error_is_told(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Screen, "error", lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr(sys, "argv", ["fusecheck", "inspect", "/absent"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 128 + number
+
+
+def test_a_second_signal_while_the_first_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell = Screen.error
+
+    def told(self: Screen, error: FusecheckError) -> None:
+        signal.raise_signal(signal.SIGINT)
+        tell(self, error)
+
+    def stopped(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Screen, "error", told)
+    monkeypatch.setattr(Screen, "progress", stopped)
+    monkeypatch.setattr(sys, "argv", ["fusecheck", "fuse", "/absent", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 143
+    assert capsys.readouterr().err == "error: stopped by signal 15\n"
 
 
 # --- the lab has teeth ---

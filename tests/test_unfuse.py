@@ -41,6 +41,7 @@ from checkpoints import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from quantised import BLOCK, FAMILIES, KINDS, checkpoint
 
 from fusecheck import cli
 from fusecheck.checkpoint import Files
@@ -380,125 +381,61 @@ def test_a_head_in_each_order_that_the_library_writes(metadata: dict[str, str] |
 # ----------------------------------------------------------------------------------------------------------- quantised
 
 
-def part_linears(spec: Spec) -> Iterator[tuple[str, int, int]]:
-    """Every Linear of a layer: name, rows, in_features."""
-    hidden, ffn, q = spec.hidden_size, spec.intermediate_size, spec.rows["q_proj"]
-    for name in ("q_proj", "k_proj", "v_proj"):
-        yield f"self_attn.{name}", spec.rows[name], hidden
-    yield "self_attn.o_proj", hidden, q
-    yield "mlp.gate_proj", ffn, hidden
-    yield "mlp.up_proj", ffn, hidden
-    yield "mlp.down_proj", hidden, ffn
-
-
 def filled(dtype: str, shape: tuple[int, ...], salt: int) -> Tensor:
     size = math.prod(shape) * {"I32": 4, "F16": 2, "F8_E4M3": 1, "F32": 4, "I64": 8, "BF16": 2}[dtype]
     return dtype, shape, bytes((salt * 37 + i * 7) % 251 for i in range(size))
 
 
-def awq(rows: int, inner: int, salt: int) -> Tensors:
-    return {
-        "qweight": filled("I32", (inner, rows // 8), salt),
-        "qzeros": filled("I32", (inner // 16, rows // 8), salt + 1),
-        "scales": filled("F16", (inner // 16, rows), salt + 2),
-    }
+QUANTISED = [(kind, "qwen3") for kind in KINDS] + [
+    (kind, family) for kind in ("plain", "awq", "ct-int4-zero", "fp8-block") for family in FAMILIES if family != "qwen3"
+]
 
 
-def gptq(rows: int, inner: int, salt: int) -> Tensors:
-    return {
-        "qweight": filled("I32", (inner // 8, rows), salt),
-        "qzeros": filled("I32", (inner // 16, rows // 8), salt + 1),
-        "scales": filled("F16", (inner // 16, rows), salt + 2),
-        "g_idx": ("I32", (inner,), struct.pack(f"<{inner}i", *(i // 16 for i in range(inner)))),
-    }
+def write_quantised(folder: Path, kind: str, family: str = "qwen3") -> Tensors:
+    """Two shards over which groups straddle, in canonical form."""
+    source = checkpoint(kind, family)
+    source.write(folder)
+    sort_index(folder)
+    return source.tensors
 
 
-def packed(rows: int, inner: int, salt: int) -> Tensors:
-    return {
-        "weight_packed": filled("I32", (rows, inner // 8), salt),
-        "weight_scale": filled("BF16", (rows, inner // 16), salt + 1),
-        "weight_shape": ("I64", (2,), struct.pack("<2q", rows, inner)),
-    }
-
-
-def blocks(rows: int, inner: int, salt: int) -> Tensors:
-    return {
-        "weight": filled("F8_E4M3", (rows, inner), salt),
-        "weight_scale_inv": filled("F32", (rows // 16, inner // 16), salt + 1),
-    }
-
-
-def per_tensor(rows: int, inner: int, salt: int) -> Tensors:
-    scale: Tensor = ("F32", (), struct.pack("<f", 0.5))
-    return {"weight": filled("F8_E4M3", (rows, inner), salt), "weight_scale": scale, "input_scale": scale}
-
-
-KINDS: dict[str, tuple[Callable[[int, int, int], Tensors], dict[str, object]]] = {
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}),
-    "pack-quantized": (
-        packed,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
-        },
-    ),
-    "fp8-block": (blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}),
-    "fp8-per-tensor": (per_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
-}
-
-
-def write_quantised(folder: Path, kind: str, *, files: int = 1) -> Tensors:
-    """Two layers of a Qwen3 quantised in one kind, as safetensors would write it."""
-    spec = Spec(hidden_size=32, intermediate_size=32)
-    form, declared = KINDS[kind]
-    content = {
-        name: tensor
-        for name, tensor in tensors(spec).items()
-        if not any(name.endswith(f".{linear}.weight") for linear, _, _ in part_linears(spec))
-    }
-    for layer in range(spec.num_hidden_layers):
-        for number, (linear, rows, inner) in enumerate(part_linears(spec)):
-            for suffix, tensor in form(rows, inner, 10 * layer + number).items():
-                content[f"model.layers.{layer}.{linear}.{suffix}"] = tensor
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config(spec), "quantization_config": declared}, indent=2))
-    names = [f"model-{i + 1:05d}-of-{files:05d}.safetensors" for i in range(files)] if files > 1 else [SINGLE]
-    places = {name: names[i % files] for i, name in enumerate(content)}
-    for shard in names:
-        inside = {name: content[name] for name in content if places[name] == shard}
-        write_safetensors(folder / shard, inside, metadata={"format": "pt"})
-    if files > 1:
-        total = {"total_size": sum(len(data) for _, _, data in content.values())}
-        (folder / INDEX).write_text(json.dumps({"metadata": total, "weight_map": places}))
-        sort_index(folder)
-    return content
-
-
-@pytest.mark.parametrize("files", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantised_checkpoints_come_back(tmp_path: Path, kind: str, files: int) -> None:
-    content = write_quantised(tmp_path / "src", kind, files=files)
+@pytest.mark.parametrize(("kind", "family"), QUANTISED)
+def test_quantised_checkpoints_come_back(tmp_path: Path, kind: str, family: str) -> None:
+    content = write_quantised(tmp_path / "src", kind, family)
     report = there_and_back(tmp_path / "src")
     assert files_of(tmp_path / "back") == files_of(tmp_path / "src")
-    assert (report.verdict, report.reordered, report.warnings) == ("unfused", (), ())
-    assert unfuse(tmp_path / "fused", tmp_path / "back").verdict == "already_done"
+    assert (report.verdict, report.reordered) == ("unfused", ())
     (tmp_path / "fused" / MANIFEST).unlink()
     unfuse(tmp_path / "fused", tmp_path / "by_names")
     assert read_checkpoint(tmp_path / "by_names") == content
     assert unfuse(tmp_path / "fused", tmp_path / "by_names").verdict == "already_done"
 
 
+@pytest.mark.parametrize("kind", ["awq", "gptq-4-act-order", "ct-int4", "fp8-tensor"])
+def test_a_wrong_bit_of_a_quantised_output_is_no_finished_one(tmp_path: Path, kind: str) -> None:
+    write_quantised(tmp_path / "src", kind)
+    there_and_back(tmp_path / "src")
+    fused_folder, back = tmp_path / "fused", tmp_path / "back"
+    assert unfuse(fused_folder, back).verdict == "already_done"
+    for shard in shards_in(back):
+        for suffix in {name.rpartition(".")[2] for name in read_header(back / shard) if "v_proj" in name}:
+            name = next(name for name in read_header(back / shard) if name.endswith(f"v_proj.{suffix}"))
+            _, stop = place_of(back / shard, name)
+            flip(back / shard, stop - 1)
+            with pytest.raises(UsageError, match="not empty"):
+                unfuse(fused_folder, back)
+            flip(back / shard, stop - 1)
+
+
 def test_gptqs_list_of_modules_goes_again(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "src", "gptq")
+    write_quantised(tmp_path / "src", "gptq-4")
     there_and_back(tmp_path / "src")
     assert "modules_in_block_to_quantize" in (tmp_path / "fused" / "config.json").read_text()
     assert (tmp_path / "back" / "config.json").read_bytes() == (tmp_path / "src" / "config.json").read_bytes()
 
 
 def test_a_config_that_was_edited_beside_gptqs_list_is_refused(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "src", "gptq")
+    write_quantised(tmp_path / "src", "gptq-4")
     fuse(tmp_path / "src", tmp_path / "fused")
     edited = json.loads((tmp_path / "fused" / "config.json").read_text()) | {"rope_theta": 5}
     (tmp_path / "fused" / "config.json").write_text(json.dumps(edited))
@@ -508,47 +445,46 @@ def test_a_config_that_was_edited_beside_gptqs_list_is_refused(tmp_path: Path) -
 
 
 def test_an_original_config_of_another_model_is_refused(tmp_path: Path) -> None:
-    write_quantised(tmp_path / "src", "gptq")
+    write_quantised(tmp_path / "src", "gptq-4")
     fuse(tmp_path / "src", tmp_path / "fused")
     edit(tmp_path / "fused", lambda manifest: manifest.update(config_original="{}"))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         unfuse(tmp_path / "fused", tmp_path / "back")
 
 
-def test_scales_that_two_parts_share_cannot_be_split(tmp_path: Path) -> None:
-    """100 + 100 rows in blocks of 128: the scales were made after fusing."""
-    spec = Spec(hidden_size=32, intermediate_size=24, num_hidden_layers=1)
-    content = write_quantised(tmp_path / "src", "fp8-block")
-    config_path = tmp_path / "src" / "config.json"
-    declared = json.loads(config_path.read_text()) | {"intermediate_size": 24, "num_hidden_layers": 1}
-    config_path.write_text(json.dumps(declared))
-    content = {name: tensor for name, tensor in content.items() if ".layers.1." not in name and ".mlp." not in name}
+@pytest.mark.parametrize("ffn", [12, 24])
+def test_scales_that_two_parts_share_cannot_be_split(tmp_path: Path, ffn: int) -> None:
+    """Blocks of 16 rows that were made after fusing. Of 12 + 12 rows each part has as many blocks as it would have alone."""
+    source = checkpoint("fp8-block", layers=1)
+    source.config["intermediate_size"] = ffn
     at = "model.layers.0.mlp."
-    content[f"{at}gate_up_proj.weight"] = filled("F8_E4M3", (48, spec.hidden_size), 1)
-    content[f"{at}gate_up_proj.weight_scale_inv"] = filled("F32", (3, 2), 2)
-    content[f"{at}down_proj.weight"] = filled("F8_E4M3", (spec.hidden_size, 24), 3)
-    content[f"{at}down_proj.weight_scale_inv"] = filled("F32", (2, 2), 4)
-    write_safetensors(tmp_path / "src" / SINGLE, content)
+    content = {name: one for name, one in source.tensors.items() if not name.startswith(at)}
+    content[f"{at}gate_up_proj.weight"] = filled("F8_E4M3", (2 * ffn, 64), 1)
+    content[f"{at}gate_up_proj.weight_scale_inv"] = filled("F32", (-(-2 * ffn // BLOCK[0]), 3), 2)
+    content[f"{at}down_proj.weight"] = filled("F8_E4M3", (64, ffn), 3)
+    content[f"{at}down_proj.weight_scale_inv"] = filled("F32", (4, 1), 4)
+    source.tensors.clear()
+    source.tensors.update(content)
+    source.write(tmp_path / "src")
     with pytest.raises(CheckpointError, match=r"gate_up_proj\.weight_scale_inv: cannot be split") as caught:
         unfuse(tmp_path / "src", tmp_path / "back")
     assert caught.value.exit_code == 3
     nothing_at(tmp_path / "back")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["awq", "gptq-4", "ct-int4", "fp8-block", "fp8-tensor"])
 def test_a_damaged_quantised_file_is_refused(tmp_path: Path, kind: str) -> None:
     write_quantised(tmp_path / "src", kind)
     fuse(tmp_path / "src", tmp_path / "fused")
-    path = tmp_path / "fused" / SINGLE
-    for suffix in {name.rpartition(".")[2] for name in read_header(path) if "qkv_proj" in name}:
-        shutil.copy(path, tmp_path / "kept")
-        _, stop = place_of(path, f"{AT}qkv_proj.{suffix}")
-        flip(path, stop - 1)
-        with pytest.raises(CheckpointError) as caught:
-            unfuse(tmp_path / "fused", tmp_path / "back")
-        assert caught.value.tensor == f"{AT}qkv_proj.{suffix}"
-        nothing_at(tmp_path / "back")
-        shutil.move(tmp_path / "kept", path)
+    for path in sorted((tmp_path / "fused").glob("*.safetensors")):
+        for name in [name for name in read_header(path) if "layers.0.self_attn.qkv_proj" in name]:
+            _, stop = place_of(path, name)
+            flip(path, stop - 1)
+            with pytest.raises(CheckpointError) as caught:
+                unfuse(tmp_path / "fused", tmp_path / "back")
+            assert caught.value.tensor == name
+            nothing_at(tmp_path / "back")
+            flip(path, stop - 1)
 
 
 # ---------------------------------------------------------------------------------------------------- damage and doubt

@@ -27,11 +27,11 @@ ENGINES = (
     ),
     Engine("vLLM <= 0.24", loads=False, note="KeyError on qkqkv_proj", evidence="read", date="2026-11-29"),
     Engine("SGLang 0.5.23", loads=False, note="KeyError", evidence="read", date="2026-11-29"),
-    Engine("nano-vllm", loads=False, note="looks for gate_gate_up_proj", evidence="run", date="2026-11-29"),
+    Engine("nano-vllm", loads=False, note="its loader looks for gate_gate_up_proj; fusecheck.load_model reads both forms", evidence="run", date="2026-11-29"),
     Engine(
         "transformers 5.x",
         loads=False,
-        note="RANDOM weights in every fused projection; a warning in its log, no error",
+        note="RANDOM weights, a warning but no error, unless fusecheck.engines.transformers.register() ran",
         evidence="run",
         date="2026-11-29",
     ),

@@ -25,7 +25,6 @@ from fusecheck.manifest import Manifest, SourceShard, TensorEntry, read_manifest
 from fusecheck.mapping import HEADS, LAYOUT, ShardRows
 from fusecheck.model import Model, survey
 from fusecheck.plan import (
-    Block,
     Constant,
     OutputTensor,
     PlannedFile,
@@ -41,7 +40,6 @@ from fusecheck.plan import (
     weight_shape,
 )
 from fusecheck.quantisation import Join
-from fusecheck.reader import Reader
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST, LeftOut
 from fusecheck.target import TargetOccupied, check_target
 
@@ -412,34 +410,30 @@ def _stands(out: Path, job: _Job) -> bool:
         return False
 
 
-def _same_data(file: PlannedFile, ours: Reader, job: _Job) -> bool:
+def _same_data(file: PlannedFile, ours: Files, job: _Job) -> bool:
     at = len(file.head)
     for number, strip in enumerate(file.strips):
-        wanted = job.digests.get((file.path, number)) or _strip_digest(strip, job.checkpoint.files)
-        size = strip_bytes(strip)
-        if _block_digest(Block(file.path, at, size, 1, 1), ours) != wanted:
+        stop = at + strip_bytes(strip)
+        wanted = job.digests.get((file.path, number)) or _digest(strip, job.checkpoint.files)
+        if ours.digest(file.path, at, stop) != wanted:
             return False
-        at += size
+        at = stop
     return True
 
 
-def _strip_digest(strip: Strip, reader: Reader) -> str:
+def _digest(strip: Strip, files: Files) -> str:
     if isinstance(strip, Constant):
         return digest_of(strip.data)
     (block,) = strip  # parts are cut out one by one
-    return _block_digest(block, reader)
-
-
-def _block_digest(block: Block, reader: Reader) -> str:
-    state = hasher()
-    batch = max(1, BLOCK_BYTES // block.stride)
+    if block.stride == block.row_bytes:
+        return files.digest(block.file, block.offset, block.offset + block.nbytes)
+    state, batch = hasher(), max(1, BLOCK_BYTES // block.stride)
     for row in range(0, block.rows, batch):
         count = min(batch, block.rows - row)
         span = memoryview(bytearray((count - 1) * block.stride + block.row_bytes))
-        reader.read_into(block.file, block.offset + row * block.stride, span)
-        step, size = (len(span),) * 2 if block.stride == block.row_bytes else (block.stride, block.row_bytes)
-        for start in range(0, len(span), step):
-            state.update(span[start : start + size])
+        files.read_into(block.file, block.offset + row * block.stride, span)
+        for start in range(0, len(span), block.stride):
+            state.update(span[start : start + block.row_bytes])
     return state.hexdigest()
 
 
