@@ -4,12 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["load_model"]
+__all__ = ["bench", "fuse", "inspect", "load_model", "packed_modules_mapping", "unfuse", "verify"]
 
 if TYPE_CHECKING:
     from fusecheck.engines.nano_vllm import load_model
+    from fusecheck.mapping import packed_modules_mapping
+    from fusecheck.operations.bench import bench
+    from fusecheck.operations.fuse import fuse
+    from fusecheck.operations.inspect import inspect
+    from fusecheck.operations.unfuse import unfuse
+    from fusecheck.operations.verify import verify
 else:
-    _PLACES = {"load_model": "fusecheck.engines.nano_vllm"}
+    _PLACES = {
+        "load_model": "fusecheck.engines.nano_vllm",
+        "packed_modules_mapping": "fusecheck.mapping",
+        **{verb: f"fusecheck.operations.{verb}" for verb in ("bench", "fuse", "inspect", "unfuse", "verify")},
+    }
 
     def __getattr__(name: str) -> object:
         """Public names, imported when first used: some need torch, and a copy of files must not pay for that."""

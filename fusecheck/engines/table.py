@@ -27,7 +27,13 @@ ENGINES = (
     ),
     Engine("vLLM <= 0.24", loads=False, note="KeyError on qkqkv_proj", evidence="read", date="2026-11-29"),
     Engine("SGLang 0.5.23", loads=False, note="KeyError", evidence="read", date="2026-11-29"),
-    Engine("nano-vllm", loads=False, note="its loader looks for gate_gate_up_proj; fusecheck.load_model reads both forms", evidence="run", date="2026-11-29"),
+    Engine(
+        "nano-vllm",
+        loads=False,
+        note="its loader looks for gate_gate_up_proj; fusecheck.load_model reads both forms",
+        evidence="run",
+        date="2026-11-29",
+    ),
     Engine(
         "transformers 5.x",
         loads=False,
