@@ -26,7 +26,7 @@ def check_alone(out: Checkpoint) -> Iterator[Finding]:
     for shard in out.shards:
         own = (shard.metadata or {}).get(OWN_KEY)
         if own is not None and declaration(own).get("layout") != LAYOUT:
-            yield Finding(f"__metadata__ declares another layout, {own!r}, wanted {LAYOUT!r}", shard.name)
+            yield Finding(f"__metadata__ declares another layout, {shown(own)}, wanted {LAYOUT}", shard.name)
 
 
 def declaration(text: str) -> dict[str, object]:

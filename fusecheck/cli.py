@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -51,6 +52,13 @@ Threads = Annotated[int, typer.Option("--threads", min=1, max=64, help="Threads 
 
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Follow side-file links out of the folder.")]
 MaxHeaderSize = Annotated[str, typer.Option("--max-header-size", metavar="SIZE", help="Largest header that is read.")]
+
+
+class Experts(Enum):
+    """Forms of a mixture of experts."""
+
+    PER_EXPERT = "per-expert"
+    STACKED = "stacked"
 
 
 def _bytes(size: str) -> int:
@@ -97,6 +105,9 @@ def fuse(
         bool,
         typer.Option("--keep-split", help="Leave groups without a lossless fused form split, instead of refusing."),
     ] = False,
+    experts: Annotated[
+        Experts, typer.Option("--experts", help="per-expert: a gate_up_proj for each; stacked: all in two 3-D tensors.")
+    ] = Experts.PER_EXPERT,
     follow_links: FollowLinks = False,
     max_header_size: MaxHeaderSize = "16MiB",
     threads: Threads = 2,
@@ -124,6 +135,7 @@ def fuse(
             checksums=checksums,
             drop_tied_lm_head=drop_tied_lm_head,
             keep_split=keep_split,
+            experts=experts.value,
             follow_links=follow_links,
             max_header_bytes=_bytes(max_header_size),
             threads=threads,

@@ -62,8 +62,16 @@ class ModelConfig:
             "mlp": (self.intermediate_size,) * 2,
             "expert": (self.moe_intermediate_size,) * 2,
             "shared": (self.shared_expert_intermediate_size,) * 2,
+            "stacked_up": (self.moe_intermediate_size,),
+            "stacked_down": (self.hidden_size,),
         }
         return rows_of(packing, sizes)
+
+    def stacked_shape(self, packing: Packing) -> tuple[int, int, int]:
+        """Shape of a stack of all experts: [E, 2I, H] or [E, H, I]."""
+        if packing.size == "stacked_up":
+            return self.num_experts, 2 * self.moe_intermediate_size, self.hidden_size
+        return self.num_experts, self.hidden_size, self.moe_intermediate_size
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts."""

@@ -6,6 +6,7 @@ tensor has to be is worked out here anew, from names and config.json alone.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fusecheck.mapping import (
     Packing,
     expert_packing,
     split_module,
+    stacked_packings,
 )
 from fusecheck.quantisation import METHODS, Join
 
@@ -79,19 +81,27 @@ class Home:
     packing: Packing
 
 
-def home(name: str) -> Home | None:
-    """The home of a split tensor, or None if it is no part of anything. By dotted component, never by substring."""
+def home(name: str, stacks: Mapping[str, Packing] | None = None) -> Home | None:
+    """The home of a split tensor, or None if it is no part of anything. By dotted component, never by substring.
+
+    `stacks`, module path -> packing, makes it the home in a stack of all experts.
+    """
     prefix = next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}layers.")), None)
     if prefix is None:
         return None
     layer, _, path = name.removeprefix(f"{prefix}layers.").partition(".")
     module, suffix = split_module(path)
-    packing = _packing_of(module)
-    if packing is None or suffix in NEVER_GROUPED_SUFFIXES or not suffix:
+    packing = _packing_of(module) if stacks is None else stacks.get(module)
+    if packing is None or suffix in NEVER_GROUPED_SUFFIXES or not suffix or (stacks is not None and suffix != "weight"):
         return None
     base = f"{prefix}layers.{layer}."
     siblings = tuple(f"{base}{other}.{suffix}" for _, other in packing.parts)
-    return Home(f"{base}{packing.fused}.{suffix}", siblings, suffix, packing)
+    return Home(f"{base}{packing.fused}{'' if stacks else f'.{suffix}'}", siblings, suffix, packing)
+
+
+def stacks_of(config: ModelConfig) -> dict[str, Packing]:
+    """Module path of every expert's projection -> the stack that it may stand in."""
+    return {module: packing for packing in stacked_packings(config.num_experts) for _, module in packing.parts}
 
 
 def _packing_of(module: str) -> Packing | None:
@@ -109,6 +119,13 @@ def join_of(method: str, suffix: str, rank: int) -> Join | None:
     return next((form.join for form in forms if len(form.axes) == rank), None)
 
 
+def join_in(place: Home, config: ModelConfig, rank: int) -> Join | None:
+    """How the parts that have this home are joined."""
+    if place.packing.size.startswith("stacked"):
+        return Join.STACK
+    return join_of(config.quantisation.method, place.suffix, rank)
+
+
 def pair(
     out: Mapping[str, TensorInfo], source: Mapping[str, TensorInfo], config: ModelConfig, same_as: Mapping[str, str]
 ) -> tuple[list[Slice], list[Finding]]:
@@ -120,8 +137,14 @@ def pair(
     findings: list[Finding] = []
     whole: set[str] = set()
     joined: set[str] = set()
+    stacks = stacks_of(config) if any(name.endswith(".mlp.experts.gate_up_proj") for name in out) else {}
+    within: set[str] = set()
     for name, tensor in source.items():
+        if name in within:
+            continue
         place = home(name)
+        if stacks and (place is None or place.fused not in out):
+            place = home(name, stacks) or place
         if name in out:
             whole.add(name)
             findings += _whole(out[name], tensor, slices)
@@ -130,6 +153,7 @@ def pair(
         elif place is not None and place.fused in out:
             if place.fused not in joined:
                 joined.add(place.fused)
+                within |= set(place.siblings) if place.packing.size.startswith("stacked") else set()
                 findings += _parts(out[place.fused], place, source, config, slices)
         elif same_as.get(name) in out:
             findings += _whole(out[same_as[name]], tensor, slices)
@@ -172,7 +196,7 @@ def _parts(
         yield Finding("is fused in OUT, but the source lacks a part of it", out.shard, out.name, absent[0])
         return
     parts = [source[name] for name in place.siblings]
-    join = join_of(config.quantisation.method, place.suffix, len(parts[0].shape))
+    join = join_in(place, config, len(parts[0].shape))
     wanted = _wanted_shape(join, parts, place, config)
     if join is None or out.dtype != parts[0].dtype or out.shape != wanted:
         forms = ", ".join(f"{part.name.rpartition('.')[0].rpartition('.')[2]} {part.form}" for part in parts)
@@ -184,7 +208,7 @@ def _parts(
     else:
         at = 0
         for part in parts:
-            size = part.shape[0 if join is Join.ROWS else 1] if join is not Join.ONCE else 0
+            size = part.shape[1 if join is Join.COLUMNS else 0] if join is not Join.ONCE else 0
             cut = cut_part(out, join, at, size, part.name, part)
             if cut is None:
                 yield Finding("has parts that are no whole bytes", out.shard, out.name, part.name)
@@ -200,6 +224,10 @@ def _wanted_shape(
     first = parts[0]
     if any(part.dtype != first.dtype or len(part.shape) != len(first.shape) for part in parts):
         return None
+    if join is Join.STACK:
+        rules = config.rows(place.packing)
+        shapes = [(rule.shard_size, config.stacked_shape(place.packing)[2]) for rule in rules]
+        return config.stacked_shape(place.packing) if [part.shape for part in parts] == shapes else None
     axis = {Join.ROWS: 0, Join.COLUMNS: 1}.get(join) if join is not None else None
     if axis is None:
         return first.shape if all(part.shape == first.shape for part in parts) else None
@@ -222,11 +250,12 @@ def cut_part(
     """The slice of `out` that a part fills along the joined axis, from `at` on; None where it is no whole bytes of it."""
     if join is Join.ONCE:
         return span(out, part, source=source)
-    axis = 0 if join is Join.ROWS else 1
-    if len(out.shape) <= axis or at + size > out.shape[axis]:
+    axis = 1 if join is Join.COLUMNS else 0
+    shape = (math.prod(out.shape[:-1]), *out.shape[-1:]) if join is Join.STACK else out.shape
+    if len(shape) <= axis or at + size > shape[axis]:
         return None
     offset, length, stride = (
-        tensor_bytes(out.dtype, (length, *out.shape[axis + 1 :])) for length in (at, size, out.shape[axis])
+        tensor_bytes(out.dtype, (length, *shape[axis + 1 :])) for length in (at, size, shape[axis])
     )
     if offset is None or length is None or stride is None:
         return None

@@ -66,6 +66,8 @@ class Options:
     checksums: bool = False
     drop_tied_lm_head: bool = False
     keep_split: bool = False
+    experts: str | None = None
+    """`stacked`: all experts of an MLP in two 3-D tensors; None: one gate_up_proj for each."""
 
     def chosen(self) -> dict[str, object]:
         """Those that differ from the default."""
@@ -93,7 +95,13 @@ class Job:
 
 def decide(checkpoint: Checkpoint, options: Options) -> Job:
     """Survey, plan, lay out. CheckpointError where the checkpoint cannot be fused as it is asked."""
-    model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek, keep_split=options.keep_split)
+    model = survey(
+        checkpoint.tensors,
+        checkpoint.config,
+        checkpoint.peek,
+        keep_split=options.keep_split,
+        stack_experts=options.experts == "stacked",
+    )
     dropped = _drop_head(checkpoint, model) if options.drop_tied_lm_head else {}
     outputs = [output for output in output_tensors(checkpoint.tensors, model) if output.name not in dropped]
     metadata, lost_keys = merge_metadata([shard.metadata for shard in checkpoint.shards], fusecheck.__version__)

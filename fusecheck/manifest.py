@@ -221,7 +221,7 @@ def _tensor_entry(row: dict[str, object]) -> TensorEntry:
     if not isinstance(parts, list) or not parts:
         raise TypeError("parts")
     join = _text(row, "join")
-    if join not in {"rows", "columns", "once", "shape"}:
+    if join not in {"rows", "columns", "once", "shape", "stack"}:
         raise ValueError(join)
     return TensorEntry(_digest(row, "digest"), None, tuple(_part_entry(part) for part in parts), join)
 

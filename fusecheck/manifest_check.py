@@ -13,6 +13,7 @@ tensor lay; of the options those that leave no trace; why a group was left split
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from fusecheck import digest
 from fusecheck.beside import OWN_KEY, declaration, totals
 from fusecheck.checkpoint import INDEX, Checkpoint, Files
 from fusecheck.config import CONFIG, ModelConfig
-from fusecheck.errors import CheckpointError, invisible
-from fusecheck.exact import Finding, Slice, cut_part, home, join_of, packed_shape, span
+from fusecheck.errors import CheckpointError, invisible, shown
+from fusecheck.exact import Finding, Slice, cut_part, home, join_in, packed_shape, span, stacks_of
 from fusecheck.header import LIBRARY_HEADER_BYTES, TensorInfo
 from fusecheck.manifest import FileEntry, Manifest, OutputFile, PartEntry, TensorEntry
 from fusecheck.mapping import HEADS, LAYOUT
@@ -80,7 +81,7 @@ def check_manifest(
     is there. Digests of tensors are not looked at here: they are compared as the bytes pass.
     """
     if manifest.layout != LAYOUT:
-        yield Finding(f"declares the layout {manifest.layout!r}, wanted {LAYOUT!r}", MANIFEST)
+        yield Finding(f"declares the layout {shown(manifest.layout)}, wanted {LAYOUT}", MANIFEST)
     yield from _check_shards(manifest, out)
     if config is not None:
         yield from _check_parts(manifest, out, config)
@@ -111,15 +112,16 @@ def _check_shards(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:
 
 def _check_parts(manifest: Manifest, out: Checkpoint, config: ModelConfig) -> Iterator[Finding]:
     """The places that the manifest gives each part are those of the weight_loaders."""
+    stacks = stacks_of(config) if any(entry.join == Join.STACK.value for entry in manifest.tensors.values()) else {}
     for name, entry in manifest.tensors.items():
         tensor = out.tensors.get(name)
         if not entry.parts or tensor is None:
             continue
-        place = home(entry.parts[0].name)
+        place = home(entry.parts[0].name, stacks if entry.join == Join.STACK.value else None)
         if place is None or place.fused != name or place.siblings != tuple(part.name for part in entry.parts):
             yield Finding("the manifest joins it from other parts than the mapping does", MANIFEST, name)
             continue
-        join = join_of(config.quantisation.method, place.suffix, len(tensor.shape))
+        join = join_in(place, config, len(tensor.shape))
         rules = config.rows(place.packing)
         ids = [part.shard_id for part in entry.parts]
         kept = [part.data is not None for part in entry.parts]
@@ -140,7 +142,9 @@ def _check_parts(manifest: Manifest, out: Checkpoint, config: ModelConfig) -> It
 def _tiles(parts: Iterable[PartEntry], tensor: TensorInfo, join: Join) -> bool:
     """Whether the parts follow one another and fill the joined axis; of one copy for all each is the whole."""
     axis = {Join.ROWS: 0, Join.COLUMNS: 1}.get(join)
-    length = tensor.shape[axis or 0] if tensor.shape else 1
+    stacked = join is Join.STACK
+    axis = 0 if stacked else axis
+    length = math.prod(tensor.shape[:-1]) if stacked else tensor.shape[axis or 0] if tensor.shape else 1
     at = 0
     for part in parts:
         if part.shard_offset != at or (axis is None and part.shard_size != length):
@@ -156,7 +160,7 @@ def _check_choices(
     for name, entry in manifest.dropped.items():
         tied = config is None or config.tie_word_embeddings
         if name in out.tensors or entry.same_as not in out.tensors or name not in HEADS or not tied:
-            yield Finding(f"the manifest calls it dropped, equal to {entry.same_as}", MANIFEST, name)
+            yield Finding(f"the manifest calls it dropped, equal to {shown(entry.same_as)}", MANIFEST, name)
     if manifest.dropped and not manifest.options.get("drop_tied_lm_head"):
         yield Finding("a tensor is dropped, and no option asked for it", MANIFEST)
     if manifest.left_split and not manifest.options.get("keep_split"):
@@ -222,7 +226,7 @@ def _check_origin(manifest: Manifest, origin: Checkpoint | None) -> Iterator[Fin
     if origin is None:
         for name, shard in places.items():
             if shard not in manifest.source_shards:
-                yield Finding(f"comes from {shard!r}, of which the manifest says nothing", MANIFEST, name)
+                yield Finding(f"comes from {shown(shard)}, of which the manifest says nothing", MANIFEST, name)
         return
     for found in origin.shards:
         entry = manifest.source_shards[found.name]
@@ -233,7 +237,8 @@ def _check_origin(manifest: Manifest, origin: Checkpoint | None) -> Iterator[Fin
     actual = {name: tensor.shard for name, tensor in origin.tensors.items()}
     for name in sorted(actual.keys() | places.keys()):
         if places.get(name) != actual.get(name):
-            yield Finding(f"is in the source's {actual.get(name)}, not in {places.get(name)}", MANIFEST, name)
+            found_in, said = (shown(str(where.get(name))) for where in (actual, places))
+            yield Finding(f"is in the source's {found_in}, not in {said}", MANIFEST, name)
 
 
 def _check_sums(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:

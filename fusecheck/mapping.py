@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Literal
 
-ShardId = Literal["q", "k", "v", 0, 1]
-"""Which part of a fused parameter a split tensor fills; the value that engines pass to weight_loader."""
+ShardId = Literal["q", "k", "v", 0, 1, "w1", "w2", "w3"]
+"""Which part of a fused parameter a split tensor fills; the value that engines pass to weight_loader.
 
+w1, w3 and w2 are gate, up and down of one expert inside a stack of experts.
+"""
 
-Size = Literal["heads", "mlp", "expert", "shared"]
+Size = Literal["heads", "mlp", "expert", "shared", "stacked_up", "stacked_down"]
 """Which numbers of config.json give the rows of a packing's parts."""
 
 
@@ -53,6 +56,21 @@ PACKINGS = (QKV, GATE_UP)
 def expert_packing(number: int) -> Packing:
     """gate_up of one expert of a sparse MLP. `mlp.gate` is the router and `shared_expert_gate` a gate: neither is packed."""
     return _gate_up(f"mlp.experts.{number}", "expert")
+
+
+def stacked_packings(experts: int) -> tuple[Packing, Packing]:
+    """All experts of one MLP in two 3-D tensors, as transformers 5 stores them: [E, 2I, H] and [E, H, I].
+
+    Rows follow one another: gate and up of expert 0, gate and up of expert 1, and so on. The fused names have no suffix.
+    """
+    up: list[tuple[ShardId, str]] = []
+    for number in range(experts):
+        up += [("w1", f"mlp.experts.{number}.gate_proj"), ("w3", f"mlp.experts.{number}.up_proj")]
+    down: list[tuple[ShardId, str]] = [("w2", f"mlp.experts.{number}.down_proj") for number in range(experts)]
+    return (
+        Packing("mlp.experts.gate_up_proj", tuple(up), "stacked_up"),
+        Packing("mlp.experts.down_proj", tuple(down), "stacked_down"),
+    )
 
 
 LAYOUT = "qkv=[q;k;v] gate_up=[gate;up] tp=1"
@@ -158,7 +176,7 @@ def rows_of(packing: Packing, sizes: Mapping[Size, tuple[int, ...]]) -> tuple[Sh
     rows each. MergedColumnParallelLinear: gate at 0, up after it, intermediate_size rows each.
     """
     rows, offset = [], 0
-    for (shard_id, _), size in zip(packing.parts, sizes[packing.size], strict=True):
+    for (shard_id, _), size in zip(packing.parts, cycle(sizes[packing.size]), strict=False):
         rows.append(ShardRows(shard_id, offset, size))
         offset += size
     return tuple(rows)

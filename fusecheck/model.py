@@ -17,6 +17,7 @@ from fusecheck.group import FusedTensor, Group, Linear, Peek, Slot, survey_slot
 from fusecheck.header import TensorInfo
 from fusecheck.mapping import HEADS, PREFIXES, QKV, WRAPPERS, Packing, split_module
 from fusecheck.quantisation import PLAIN, WEIGHTS
+from fusecheck.stack import stack_groups, stacked_tensors
 
 _LAYER = re.compile(r"(.*?)layers\.([^.]*)\.(.*)", re.DOTALL)
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
@@ -43,6 +44,8 @@ class Model:
     prefix: str
     split: tuple[Group, ...]
     fused: tuple[FusedTensor, ...]
+    stacked: tuple[FusedTensor, ...]
+    """Stacks of experts as `--experts stacked` writes them; a stack of another orientation is a tensor like any other."""
     left_split: tuple[LeftSplit, ...]
     head: str | None
     """Name of the output embedding, where the checkpoint stores one."""
@@ -52,11 +55,19 @@ class Model:
     warnings: tuple[str, ...]
 
 
-def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig, peek: Peek, *, keep_split: bool = False) -> Model:
+def survey(
+    tensors: Mapping[str, TensorInfo],
+    config: ModelConfig,
+    peek: Peek,
+    *,
+    keep_split: bool = False,
+    stack_experts: bool = False,
+) -> Model:
     """Group and check all tensors. CheckpointError names file, tensor, found and wanted; nothing is repaired.
 
     `peek` gives the bytes of small tensors, of which one copy has to serve all parts. With `keep_split`, groups without a
-    lossless fused form are listed in `left_split` instead of raising NoFusedForm.
+    lossless fused form are listed in `left_split` instead of raising NoFusedForm. With `stack_experts`, all experts of an
+    MLP make two groups, gate_up and down, instead of one each.
     """
     if not tensors:
         raise CheckpointError("the checkpoint holds no tensor", file=f"model.safetensors, {CONFIG}")
@@ -65,6 +76,7 @@ def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig, peek: Peek, *
     layers = _by_layer(tensors, prefix, config)
     split: list[Group] = []
     fused: list[FusedTensor] = []
+    stacked: list[FusedTensor] = []
     left_split: list[LeftSplit] = []
     warnings: list[str] = []
     for layer in range(config.num_hidden_layers):
@@ -81,6 +93,8 @@ def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig, peek: Peek, *
             else:
                 split += groups
                 fused += whole
+        if _is_stacked(config, layer, modules):
+            stacked += stacked_tensors(tensors, config, base, layer)
         _check_layer(tensors, config, base, layer, modules)
     _require(tensors, f"{prefix}norm.weight", (config.hidden_size,))
     head, embedding = _embeddings(tensors, prefix, config, warnings)
@@ -88,8 +102,9 @@ def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig, peek: Peek, *
         warnings.append(f"{CONFIG} names code (auto_map): copied, never run")
     return Model(
         prefix,
-        tuple(split),
+        stack_groups(tuple(split), tensors, config, prefix) if stack_experts else tuple(split),
         tuple(fused),
+        tuple(stacked),
         tuple(left_split),
         head,
         embedding,
@@ -100,9 +115,11 @@ def survey(tensors: Mapping[str, TensorInfo], config: ModelConfig, peek: Peek, *
 
 def _packings(config: ModelConfig, layer: int, modules: Mapping[str, Linear]) -> Iterator[Packing]:
     """Stacked experts leave nothing to pack but the attention."""
-    if config.is_sparse(layer) and modules.get("mlp.experts", {}).keys() >= _STACKED:
-        return iter((QKV,))
-    return config.packings(layer)
+    return iter((QKV,)) if _is_stacked(config, layer, modules) else config.packings(layer)
+
+
+def _is_stacked(config: ModelConfig, layer: int, modules: Mapping[str, Linear]) -> bool:
+    return config.is_sparse(layer) and modules.get("mlp.experts", {}).keys() >= _STACKED
 
 
 def _few(warnings: list[str]) -> Iterator[str]:
@@ -195,7 +212,7 @@ def _check_layer(
         _require_linear(modules, base, "mlp.down_proj", (hidden, config.intermediate_size))
         return
     _require_linear(modules, base, "mlp.gate", (config.num_experts, hidden))
-    if not modules.get("mlp.experts", {}).keys() >= _STACKED:
+    if not _is_stacked(config, layer, modules):
         for expert in range(config.num_experts):
             _require_linear(modules, base, f"mlp.experts.{expert}.down_proj", (hidden, config.moe_intermediate_size))
 

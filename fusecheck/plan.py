@@ -129,7 +129,7 @@ def copied(name: str, tensor: TensorInfo) -> OutputTensor:
 def _strips(group: Group) -> tuple[Strip, ...]:
     sources = [part.tensor for part in group.parts]
     match group.join:
-        case Join.ROWS:
+        case Join.ROWS | Join.STACK:
             return tuple((contiguous(source),) for source in sources)
         case Join.COLUMNS:
             rows = sources[0].shape[0]
@@ -164,6 +164,8 @@ def _parts(whole: FusedTensor, config: ModelConfig) -> Iterator[OutputTensor]:
         _check_cuts(whole, axis, config)
     for (name, cut), rows in zip(whole.parts, config.rows(whole.packing), strict=True):
         shape = tensor.shape if axis is None else (*tensor.shape[:axis], cut.shard_size, *tensor.shape[axis + 1 :])
+        if whole.join is Join.STACK:
+            shape = (cut.shard_size, tensor.shape[-1])
         if whole.join is Join.SHAPE:
             strip: Strip = Constant(weight_shape(tensor, rows.shard_size, config))
         else:
@@ -180,8 +182,8 @@ def _cut(whole: FusedTensor, cut: ShardRows) -> Block:
     """Where one part stands in a fused tensor. Rows were found to be whole bytes by whoever made the FusedTensor."""
     tensor = whole.tensor
     match whole.join:
-        case Join.ROWS:
-            row_bytes = tensor_bytes(tensor.dtype, tensor.shape[1:]) or 0
+        case Join.ROWS | Join.STACK:
+            row_bytes = tensor_bytes(tensor.dtype, tensor.shape[2 if whole.join is Join.STACK else 1 :]) or 0
             return Block(tensor.shard, tensor.start + cut.shard_offset * row_bytes, cut.shard_size * row_bytes, 1, 1)
         case Join.COLUMNS:
             rows, columns = tensor.shape

@@ -28,6 +28,8 @@ class Join(Enum):
     """Side by side along dim 1."""
     ONCE = "once"
     """One copy, where all parts have the same bytes; else there is no lossless fused form."""
+    STACK = "stack"
+    """One after another, the whole then seen as one more dimension: all experts of an MLP."""
     SHAPE = "shape"
     """[rows of all parts, in_features], computed anew."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from fusecheck.checkpoint import open_checkpoint
+from fusecheck.errors import UsageError
 from fusecheck.header import MAX_HEADER_BYTES
 from fusecheck.hub import Source, check_shard_size, resolve
 from fusecheck.job import Job, Options, Outcome, Progress, carry_out, compare_heads, decide, produce, stands_at
@@ -54,6 +55,7 @@ def fuse(
     checksums: bool = False,
     drop_tied_lm_head: bool = False,
     keep_split: bool = False,
+    experts: Literal["per-expert", "stacked"] = "per-expert",
     follow_links: bool = False,
     max_header_bytes: int = MAX_HEADER_BYTES,
     threads: int = DEFAULT_THREADS,
@@ -64,7 +66,11 @@ def fuse(
 
     OUT appears complete and durable, or not at all. Raises UsageError (exit 2), CheckpointError (3), SystemFailure (4).
     """
-    options = Options(max_shard_size, checksums, drop_tied_lm_head, keep_split)
+    options = Options(
+        max_shard_size, checksums, drop_tied_lm_head, keep_split, "stacked" if experts == "stacked" else None
+    )
+    if experts not in {"per-expert", "stacked"}:
+        raise UsageError("--experts is neither per-expert nor stacked", found=experts)
     if max_shard_size is not None:
         check_shard_size(max_shard_size)
     place = Path(out) if os.fspath(out) else Path()

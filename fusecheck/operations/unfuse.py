@@ -220,7 +220,7 @@ def _by_manifest(checkpoint: Checkpoint, model: Model, manifest: Manifest) -> _J
     origins = _origins(manifest)
     index = None if manifest.source_index is None else recorded_index(shards, manifest.source_index)
     config_text, warnings = _original_config(manifest, checkpoint)
-    kept = len(model.fused) - len(wholes)
+    kept = sum(whole not in wholes for whole in model.fused)
     if kept:
         warnings.append(
             f"{kept} tensors were fused already in the source that {MANIFEST} records, and stay so; "
@@ -262,7 +262,7 @@ def _check_described(manifest: Manifest, checkpoint: Checkpoint) -> None:
 
 def _recorded(manifest: Manifest, model: Model) -> list[FusedTensor]:
     """What the recorded run fused. CheckpointError where it is not what names and config.json say of the same tensor."""
-    wholes = {whole.tensor.name: whole for whole in model.fused}
+    wholes = {whole.tensor.name: whole for whole in (*model.fused, *model.stacked)}
     found = []
     for name, entry in manifest.tensors.items():
         if not entry.parts:
