@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from fusecheck.checkpoint import INDEX, Checkpoint, same_bytes
+from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG
 from fusecheck.errors import CheckpointError, shown
 from fusecheck.exact import Finding
+from fusecheck.files import same_bytes
 from fusecheck.header import TensorInfo, strict_json
 from fusecheck.mapping import LAYOUT
 from fusecheck.quantisation import MODULES
+from fusecheck.shards import INDEX
 from fusecheck.sidefiles import ADAPTER, CHECKSUMS, MANIFEST, WEIGHTS
 
 OWN_KEY = "fusecheck"

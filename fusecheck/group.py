@@ -14,7 +14,7 @@ from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint
 from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.mapping import NEVER_GROUPED_SUFFIXES, QKV, SHARED_EXPERT, Packing, ShardRows
-from fusecheck.quantisation import METHODS, WEIGHTS, Form, Join, Packing32, Quantisation, length, solve
+from fusecheck.quantisation import METHODS, REQUIRED, WEIGHTS, Form, Join, Packing32, Quantisation, length, solve
 
 Peek = Callable[[TensorInfo], bytes]
 """Gives the bytes of a small tensor: scales, g_idx and weight_shape are compared before anything is planned."""
@@ -117,6 +117,7 @@ def survey_slot(slot: Slot) -> tuple[list[Group], list[FusedTensor]]:
     ignored = _ignored(slot)  # before a part without scales is called incomplete
     _check_present(slot, parts)
     method = _method(slot, parts, ignored=ignored)
+    _check_required(slot, parts, method)
     _check_bias(slot, parts, method)
     return _groups(slot, parts, method), []
 
@@ -195,6 +196,20 @@ def _ignored(slot: Slot) -> bool:
             wanted=", ".join(modules),
         )
     return all(ignored)
+
+
+def _check_required(slot: Slot, linears: list[Linear], method: str) -> None:
+    """A quantised weight without its scales loads, and serves garbage."""
+    for wanted in REQUIRED[method]:
+        for linear in linears:
+            if not wanted & linear.keys():
+                some = next(iter(linear.values()))
+                raise CheckpointError(
+                    f"layer {slot.layer} is incomplete: {method} needs {' or '.join(sorted(wanted))} beside every weight",
+                    file=some.shard,
+                    tensor=some.name,
+                    found=", ".join(sorted(linear)),
+                )
 
 
 def _check_bias(slot: Slot, linears: list[Linear], method: str) -> None:
@@ -451,6 +466,7 @@ def _fused(slot: Slot, whole: Linear) -> list[FusedTensor]:
             found=some.name,
         )
     method = _method(slot, [whole], ignored=_ignored(slot))
+    _check_required(slot, [whole], method)
     _check_bias(slot, [whole], method)
     shapes = {suffix: tensor.shape for suffix, tensor in whole.items()}
     packing = solve(method, shapes, total, slot.config.hidden_size)

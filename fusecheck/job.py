@@ -14,11 +14,12 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import fusecheck
-from fusecheck.checkpoint import INDEX, Checkpoint, same_bytes
+from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG
 from fusecheck.digest import digest_of, digest_over
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure
 from fusecheck.execute import Written, execute
+from fusecheck.files import same_bytes
 from fusecheck.group import Group
 from fusecheck.header import strict_json
 from fusecheck.hub import shard_groups
@@ -51,6 +52,7 @@ from fusecheck.plan import (
 from fusecheck.publish import TargetTaken, staging_folder, write_file
 from fusecheck.quantisation import MODULES, Join, gptq_modules
 from fusecheck.reader import Reader
+from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.target import Target, TargetOccupied, check_target, require_space
 

@@ -20,15 +20,17 @@ from pathlib import Path
 
 from fusecheck import digest
 from fusecheck.beside import OWN_KEY, declaration, totals
-from fusecheck.checkpoint import INDEX, Checkpoint, Files
+from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.errors import CheckpointError, invisible, shown
 from fusecheck.exact import Finding, Slice, cut_part, home, join_in, packed_shape, span, stacks_of
+from fusecheck.files import Files
 from fusecheck.header import LIBRARY_HEADER_BYTES, TensorInfo
 from fusecheck.manifest import FileEntry, Manifest, OutputFile, PartEntry, TensorEntry
 from fusecheck.mapping import HEADS, LAYOUT
 from fusecheck.model import Model
 from fusecheck.quantisation import Join
+from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 
 
@@ -226,7 +228,7 @@ def _check_origin(manifest: Manifest, origin: Checkpoint | None) -> Iterator[Fin
     if origin is None:
         for name, shard in places.items():
             if shard not in manifest.source_shards:
-                yield Finding(f"comes from {shown(shard)}, of which the manifest says nothing", MANIFEST, name)
+                yield Finding(f"comes from {shown(str(shard))}, of which the manifest says nothing", MANIFEST, name)
         return
     for found in origin.shards:
         entry = manifest.source_shards[found.name]

@@ -169,14 +169,21 @@ def _check(
     )
     built, why = _built(one, fused, parts or {}, out.config)
     check = replace(check, built=built, built_reason=why)
+    return _measured(check, found, device, seed, plain=_is_plain(fused), method=out.config.quantisation.method)
+
+
+def _measured(
+    check: ProjectionCheck, found: Projection | NotRun, device: torch.device, seed: int, *, plain: bool, method: str
+) -> ProjectionCheck:
+    """`check` with what probe and numeric make of the weights, and what weights those were."""
     if isinstance(found, NotRun):
         return replace(
             check, probe=ProbeResult("not run", found.reason), numeric=NumericResult("not run", found.reason)
         )
-    if _is_plain(fused):
+    if plain:
         return replace(check, probe=probe(found, device), numeric=numeric(found, device, seed))
     dtype = str(found.fused.dtype).removeprefix("torch.")
-    weights = f"dequantised to {dtype} ({out.config.quantisation.method})"
+    weights = f"dequantised to {dtype} ({method})"
     measured = numeric(found, device, seed)
     measured = replace(measured, notes=(*measured.notes, f"weights {weights} from both forms"))
     return replace(check, probe=probe(found, device), numeric=measured, weights=weights)

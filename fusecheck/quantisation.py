@@ -123,6 +123,16 @@ METHODS: Mapping[str, Mapping[str, tuple[Form, ...]]] = {
 }
 """method -> suffix -> the forms that a tensor of that suffix may have, most specific first."""
 
+REQUIRED: Mapping[str, tuple[frozenset[str], ...]] = {
+    "none": (),
+    "fp8": (frozenset({"weight_scale_inv", "weight_scale"}),),
+    "modelopt": (frozenset({"weight_scale"}),),
+    "compressed-tensors": (frozenset({"weight_scale"}),),
+    "awq": (frozenset({"qzeros"}), frozenset({"scales"})),
+    "gptq": (frozenset({"qzeros"}), frozenset({"scales"})),
+}
+"""method -> what a stored Linear must have beside its weight, one of each set: engines start without it."""
+
 WEIGHTS = ("weight", "qweight", "weight_packed")
 """Suffixes of which a stored Linear has exactly one."""
 

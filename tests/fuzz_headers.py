@@ -23,8 +23,9 @@ from typing import Self, TypeAlias
 import safetensors
 from checkpoints import BITS, DTYPES
 
-from fusecheck.checkpoint import Files, read_shard
+from fusecheck.checkpoint import read_shard
 from fusecheck.errors import CheckpointError, invisible
+from fusecheck.files import Files
 from fusecheck.header import DTYPE_BITS, MAX_DEPTH
 
 Reading: TypeAlias = tuple[dict[str, str], list[tuple[str, str, list[int], str]]]

@@ -29,9 +29,11 @@ from checkpoints import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusecheck.checkpoint import MAX_OPEN, Checkpoint, Files, natural_key, open_checkpoint, read_shard
+from fusecheck.checkpoint import Checkpoint, open_checkpoint, read_shard
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError, printable
+from fusecheck.files import MAX_OPEN, Files
 from fusecheck.model import Model, survey
+from fusecheck.shards import natural_key
 
 ONE, TWO = NUMBERED.format(1, 2), NUMBERED.format(2, 2)
 SINGLE = "model.safetensors"

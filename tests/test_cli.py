@@ -38,7 +38,7 @@ sys.meta_path.insert(0, Refuse())
 NO_TORCH = "import sys\nsys.modules['torch'] = None\n"
 SLOW = """
 import sys, threading, time
-from fusecheck.checkpoint import Files
+from fusecheck.files import Files
 read_into = Files.read_into
 def slow(self, file, offset, buffer):
     read_into(self, file, offset, buffer)

@@ -27,12 +27,12 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 QUICK = {
     "signals": ("signals-random", "signals-twice"),
     "calls": ("signals-every-call",),
-    "disks": ("small-disk", "disk-fills", "full-streams"),
+    "disks": ("small-disk", "disk-fills"),
     "transfers": ("short-transfers", "source-changes"),
-    "targets": ("mounts", "overlay", "parents", "permissions"),
+    "targets": ("mounts", "parents", "permissions"),
     "others": ("four-at-once", "second-run", "order"),
 }
-"""What a test runs in one process, since each of them makes a lab first; about 3 s each on two idle cores."""
+"""What a test runs in one process, since each makes a lab first; 45 s of CPU time together."""
 
 
 @pytest.mark.parametrize("group", QUICK)

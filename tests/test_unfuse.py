@@ -44,8 +44,8 @@ from hypothesis import strategies as st
 from quantised import BLOCK, FAMILIES, KINDS, checkpoint
 
 from fusecheck import cli
-from fusecheck.checkpoint import Files
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
+from fusecheck.files import Files
 from fusecheck.header import encode_header, metadata_orders
 from fusecheck.operations.fuse import fuse
 from fusecheck.operations.unfuse import UnfuseReport, unfuse

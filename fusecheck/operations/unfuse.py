@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,11 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from fusecheck.beside import OWN_KEY, check_config, declaration
-from fusecheck.checkpoint import INDEX, MAX_JSON_BYTES, Checkpoint, Files, natural_key, open_checkpoint, open_folder
+from fusecheck.checkpoint import Checkpoint, open_checkpoint, open_folder
 from fusecheck.config import CONFIG
 from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import CheckpointError, FusecheckError, UnsupportedCheckpoint
 from fusecheck.execute import BLOCK_BYTES, Written
+from fusecheck.files import MAX_JSON_BYTES, Files
 from fusecheck.group import FusedTensor
 from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES, metadata_orders
 from fusecheck.hub import resolve
@@ -40,6 +40,7 @@ from fusecheck.plan import (
     weight_shape,
 )
 from fusecheck.quantisation import Join
+from fusecheck.shards import INDEX, SHARD_NAME, natural_key
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST, LeftOut
 from fusecheck.target import TargetOccupied, check_target
 
@@ -48,7 +49,6 @@ MAX_ORDERS = 120
 """Orders of the keys of one `__metadata__` that are tried: all of five keys. safetensors writes them in any order."""
 
 _REMEDY = f"remove {MANIFEST} to split it by names and {CONFIG} alone"
-_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def _origins(manifest: Manifest) -> dict[str, tuple[str, str]]:
 
 def _original_shards(manifest: Manifest, outputs: Iterable[OutputTensor]) -> tuple[PlannedShard, ...]:
     names = sorted(manifest.source_shards, key=natural_key)
-    odd = next((name for name in names if not _SHARD_NAME.fullmatch(name)), None)
+    odd = next((name for name in names if not SHARD_NAME.fullmatch(name)), None)
     if odd is not None:
         raise CheckpointError("names a shard that is no plain safetensors file name", file=MANIFEST, found=odd)
     groups: dict[str, list[OutputTensor]] = {name: [] for name in names}
