@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from fusecheck import __version__
 from fusecheck.errors import printable, shown
 from fusecheck.mapping import PACKINGS
+from fusecheck.verdicts import NumericResult, ProbeResult, ProjectionCheck
 
 if TYPE_CHECKING:
     from fusecheck.exact import Finding
-    from fusecheck.numeric import NumericResult, ProbeResult
     from fusecheck.operations.bench import BenchReport, Case, LoadBench, ProjectionBench, Timing
     from fusecheck.operations.verify import VerifyReport
-    from fusecheck.projections import ProjectionCheck
 
 _STYLE = """
 :root{color-scheme:light dark;--page:#f4f6f8;--card:#fff;--ink:#1b1f24;--dim:#4f5965;--line:#d5dbe1;--track:#e7ebef;

@@ -9,23 +9,16 @@ float64 a few rows at a time.
 from __future__ import annotations
 
 import math
-import re
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the field's name for it
 from torch import Tensor
 
-from fusecheck.errors import SystemFailure, UsageError
-
-Verdict: TypeAlias = Literal["pass", "fail", "not run"]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes that F.linear multiplies; of others the verdicts are "not run"."""
+from fusecheck.bounds import DTYPES, Arithmetic, same_bits, ulp_distance
+from fusecheck.device import pinned
+from fusecheck.verdicts import NumericResult, Place, ProbeResult, Verdict
 
 _BLOCK_BYTES = 32 << 20  # one block of probe outputs
 _CHUNK_ELEMENTS = 1 << 20  # one float64 copy of some rows: 8 MiB
@@ -35,16 +28,6 @@ _LOWEST_TOP = {torch.float16: 4}
 """Exponent that sums of |x||w| may reach at least, so that the floor t of fp16 does not hide them; elsewhere -64."""
 _ULP_EDGES = (0, 1, 2, 4, 16, 256)
 _ULP_BUCKETS = ("0", "1", "2", "3-4", "5-16", "17-256", ">256")
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device for people: `name` as the driver gives it (foreign text), `kind` cpu or cuda, `note` what is assumed."""
-
-    name: str
-    kind: str
-    note: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,200 +39,6 @@ class Projection:
     parts: tuple[tuple[str, Tensor], ...]
     fused_bias: Tensor | None = None
     part_biases: tuple[Tensor, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """Where a difference is: `row` in the fused tensor, from 0; `column` is the input feature (None: a whole row)."""
-
-    row: int
-    part: str
-    column: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """Counts are elements of the fused weight: total = compared + non_finite; flushed ones are among the compared."""
-
-    verdict: Verdict
-    reason: str = ""
-    compared: int = 0
-    total: int = 0
-    non_finite: int = 0
-    flushed: int = 0
-    first_difference: Place | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NumericResult:
-    """Fused against separate, over the compared outputs of all batches; counts are elements of the output.
-
-    `max_abs_diff`, `max_ulp` and `ulps` (bucket, count) are between fused and separate, `worst` is the largest
-    |output - reference| / B of either, inf where an output was not finite.
-    """
-
-    verdict: Verdict
-    reason: str = ""
-    batches: tuple[int, ...] = ()
-    bitwise_equal: bool = False
-    deterministic: bool = False
-    max_abs_diff: float = 0.0
-    max_ulp: int = 0
-    ulps: tuple[tuple[str, int], ...] = ()
-    worst: float = 0.0
-    compared: int = 0
-    total: int = 0
-    first_difference: Place | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """What is known of a GEMM y = sum_k x_k w_k (+ b): enough to bound its error, too little to predict its bits.
-
-    `terms` n, `unit` u of the accumulator, `tiny` its smallest normal number, `largest` its largest finite one; for the
-    output `half_ulp` u_out, `floor` t, `ceiling` its largest finite number; `slack` a factor on B.
-    """
-
-    terms: int
-    unit: float
-    tiny: float
-    largest: float
-    half_ulp: float
-    floor: float
-    ceiling: float
-    slack: float
-
-    @staticmethod
-    def of(dtype: torch.dtype, kind: str, in_features: int, *, bias: bool) -> Arithmetic:
-        """Arithmetic of F.linear for weights of `dtype` (one of DTYPES) on a device of `kind` cpu or cuda."""
-        out = torch.finfo(dtype)
-        double = dtype == torch.float64
-        inner = torch.finfo(torch.float64 if double else torch.float32)
-        tensor_cores = kind == "cuda" and dtype in {torch.bfloat16, torch.float16}
-        return Arithmetic(
-            terms=in_features + bias + (-(-in_features // 4) + 8 if tensor_cores else 0),
-            unit=inner.eps if tensor_cores else inner.eps / 2,
-            tiny=inner.tiny,
-            largest=inner.max,
-            half_ulp=out.eps / 2,
-            floor=2.0**-25 if dtype == torch.float16 else inner.tiny,
-            ceiling=out.max,
-            slack=2.0 if double else 1.0,
-        )
-
-    def bound(self, ref: Tensor, magnitude: Tensor, flushable: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, comparable), both shaped as ref: |output - ref| <= B wherever comparable.
-
-        float64 in: ref = sum x w + b; magnitude S = sum |x||w| + |b|; flushable D = sum of |x||w| over the terms with
-        a factor below `tiny`, which a kernel may take for 0.
-
-        - Any order of n products and additions, each with relative error at most u, errs by gamma_n(u) S at most,
-          gamma_n(u) = n u / (1 - n u): Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1.
-        - Each of the 2 n operations may underflow, gradually or to 0: 2 n tiny more (ibid., section 2.8, where gradual
-          underflow alone errs by less), and D for factors taken for 0.
-        - The reference is such a sum too, in float64: n 2^-52 S.
-          Together A = gamma_n(u) S + n 2^-52 S + 2 n tiny + D.
-        - Rounding to the output errs by u_out (|ref| + A), or by t where the output is subnormal or flushed.
-          B = A + u_out (|ref| + A) + t.
-        - Tensor cores truncate (u = 2^-23) and align a block of products to the largest before adding, as if each
-          block of 4 had one more term: n = K + ceil(K/4) + 8. Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of
-          NVIDIA tensor cores, PeerJ Computer Science 7:e330 (2021).
-        - Of float64 weights the reference is no better than the output: B is doubled.
-
-        Nothing overflows on the way while S + A <= largest, nor at the end while |ref| + B <= ceiling: comparable. A
-        non-finite weight makes S non-finite, so its outputs are not.
-        """
-        n = self.terms
-        gamma = n * self.unit / (1 - n * self.unit) if n * self.unit < 1 else float("inf")
-        size = ref.abs()
-        error = (gamma + n * 2.0**-52) * magnitude + 2 * n * self.tiny + flushable
-        limit = self.slack * (error + self.half_ulp * (size + error) + self.floor)
-        return limit, (magnitude + error <= self.largest) & (size + limit <= self.ceiling)
-
-
-def pick_device(requested: str) -> torch.device:
-    """Return the device for "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
-
-    Raises `SystemFailure` (exit 4) when CUDA or its device N is not there, `UsageError` (exit 2) for anything else.
-    """
-    match = re.fullmatch(r"auto|cpu|cuda(?::(0|[1-9][0-9]{0,3}))?", requested)
-    if match is None:
-        raise UsageError("unknown device", found=requested, wanted="auto, cpu, cuda or cuda:N")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a driver that is too old is said so by the error below
-        count = torch.cuda.device_count() if requested != "cpu" and torch.cuda.is_available() else 0
-    if requested == "cpu" or (requested == "auto" and not count):
-        return torch.device("cpu")
-    number = int(match[1] or 0)
-    if number >= count:
-        raise SystemFailure("no such device", found=f"{count} CUDA devices", wanted=requested)
-    return torch.device("cuda", number)
-
-
-def describe(device: torch.device) -> Device:
-    """Name a device and say what the bound assumes of it."""
-    pinned = "TF32, reduced-precision reductions and fp16 accumulation pinned off"
-    if device.type == "cuda":
-        return Device(torch.cuda.get_device_name(device), "cuda", f"{pinned}; bf16 and fp16 bound of tensor cores")
-    return Device(f"CPU ({torch.backends.cpu.get_cpu_capability()})", device.type, pinned)
-
-
-@contextmanager
-def pinned(device: torch.device) -> Iterator[None]:
-    """Full-precision GEMMs: no TF32, reduced-precision reduction, fp16 accumulation, flush mode, autocast, gradients.
-
-    Everything is set back on the way out. A failure of the device, out of memory above all, becomes `SystemFailure`.
-    """
-    switches = list(_switches())
-    flushes = (torch.full((1,), 2.0**-140) * 1).item() == 0  # there is no getter
-    try:
-        legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to answer once its old and new settings disagree
-        legacy = "highest"
-    try:
-        torch.set_flush_denormal(False)
-        torch.set_float32_matmul_precision("highest")
-        for owner, name, exact, _ in switches:
-            setattr(owner, name, exact)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            yield
-    except RuntimeError as error:
-        if not re.search("memory|CUDA|CUBLAS", str(error)):
-            raise  # a bug of ours
-        first_line = str(error).partition("\n")[0]
-        raise SystemFailure(f"the device failed: {first_line}", remedy="free its memory or use --device cpu") from error
-    finally:
-        torch.set_float32_matmul_precision(legacy)
-        for owner, name, _, before in switches:
-            setattr(owner, name, before)
-        torch.set_flush_denormal(flushes)
-
-
-def _switches() -> Iterator[tuple[object, str, object, object]]:
-    """What this torch has of (owner, attribute, exact value, present value); versions differ."""
-    cuda, cpu = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-    for owner, name, exact in (
-        (cuda, "allow_bf16_reduced_precision_reduction", False),
-        (cuda, "allow_fp16_reduced_precision_reduction", False),
-        (cuda, "allow_fp16_accumulation", False),
-        (cuda, "fp32_precision", "ieee"),
-        (cpu, "fp32_precision", "ieee"),
-    ):
-        if hasattr(owner, name):
-            before = getattr(owner, name)
-            split_k = getattr(owner, f"{name}_split_k", None)  # set by the same setter, so it has to be put back too
-            yield owner, name, exact, before if split_k is None else (before, split_k)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that NaN equals itself and -0.0 differs from +0.0."""
-    return tensor.contiguous().view(_BITS[tensor.element_size()])
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape and the same bits."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
 def _unfit(p: Projection) -> tuple[Verdict, str] | None:
@@ -475,23 +264,6 @@ class _Tally:
 
 def _largest(values: Tensor) -> float:
     return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max())
-
-
-def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
-    """How many floating-point numbers lie between a and b, as int64 of their shape; -0.0 and +0.0 are one number.
-
-    Saturates at 2^63 - 1 (float64 of opposite signs only).
-    """
-    one, two = (_ordered(bits(t)) for t in (a, b))
-    far = ((one >> 1) - (two >> 1)).abs() >= 2**62 - 1
-    return torch.where(far, 2**63 - 1, (one - two).abs())
-
-
-def _ordered(integers: Tensor) -> Tensor:
-    """Sign and magnitude as two's complement, so that neighbouring floats are neighbouring integers."""
-    lowest = torch.iinfo(integers.dtype).min
-    wide = integers.long()
-    return torch.where(wide < 0, lowest - wide, wide)
 
 
 def _notes(weight: Tensor, batches: tuple[int, ...]) -> tuple[str, ...]:

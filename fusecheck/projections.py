@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fusecheck.bounds import DTYPES, same_bits
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import ModelConfig
 from fusecheck.dequantise import NotRun, dequantise
@@ -25,8 +26,9 @@ from fusecheck.linear import build_fused
 from fusecheck.manifest import Manifest
 from fusecheck.mapping import QKV, Packing, ShardId, ShardRows
 from fusecheck.model import Model
-from fusecheck.numeric import DTYPES, NumericResult, ProbeResult, Projection, Verdict, numeric, probe, same_bits
+from fusecheck.numeric import Projection, numeric, probe
 from fusecheck.quantisation import WEIGHTS, Join
+from fusecheck.verdicts import NumericResult, ProbeResult, ProjectionCheck, Verdict
 
 Stored: TypeAlias = Mapping[str, Tensor]
 """The tensors of one stored Linear by suffix."""
@@ -35,25 +37,6 @@ _OPAQUE = frozenset({"F4", "F6_E2M3", "F6_E3M2"}) | (
     frozenset() if hasattr(torch, "float8_e8m0fnu") else frozenset({"F8_E8M0"})
 )
 """dtypes that torch cannot open, or opens as something else than [rows, in]."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProjectionCheck:
-    """One fused projection of one layer: its sizes, where each part begins, and what each check found."""
-
-    layer: int
-    tensor: str
-    input_size: int
-    output_size: int
-    shard_offsets: tuple[tuple[str, int], ...]
-    built: Verdict
-    """Built anew by the weight_loaders of QKVParallelLinear / MergedColumnParallelLinear and compared bit for bit."""
-    probe: ProbeResult
-    numeric: NumericResult
-    weights: str = "stored"
-    """What probe and numeric ran on: the stored weights, or `dequantised to float32 (gptq)`."""
-    built_reason: str = ""
-    """Why `built` was not run."""
 
 
 @dataclass(frozen=True, slots=True)

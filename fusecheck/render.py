@@ -29,6 +29,7 @@ from rich.text import Text
 from fusecheck.engines.table import engines_line
 from fusecheck.errors import FusecheckError, printable, shown
 from fusecheck.html import duration
+from fusecheck.verdicts import ProjectionCheck
 
 if TYPE_CHECKING:
     from fusecheck.exact import Finding
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from fusecheck.operations.inspect import InspectReport, ProjectionForm
     from fusecheck.operations.unfuse import UnfuseReport
     from fusecheck.operations.verify import VerifyReport
-    from fusecheck.projections import ProjectionCheck
     from fusecheck.sidefiles import LeftOut
 
 SCHEMA_VERSION = 1

@@ -18,7 +18,7 @@ SINGLE = "model.safetensors"
 MAX_INDEXED = 1_000_000
 """Most tensors that an index names."""
 
-SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", re.ASCII)
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors", re.ASCII)
 """A shard is a plain file name: nothing in an index leads out of the folder."""
 
 _OTHER_WEIGHTS = tuple(suffix for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors")

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from quantised import GROUP, HIDDEN, KINDS, checkpoint, e2m1, e4m3, joined, stream
 from torch import Tensor
 
+from fusecheck.bounds import same_bits
 from fusecheck.config import parse_config
 from fusecheck.dequantise import AWQ_ORDER, E2M1, NotRun, dequantise, unpack
-from fusecheck.numeric import same_bits
 from fusecheck.quantisation import NONE, Quantisation, declared
 
 TORCH = {

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from fusecheck.errors import invisible
 from fusecheck.exact import Finding
 from fusecheck.html import bench_html, duration, row_map, size_text, verify_html
-from fusecheck.numeric import NumericResult, Place, ProbeResult
 from fusecheck.operations.bench import BenchReport, Case, Launches, LoadBench, ProjectionBench, Timing
 from fusecheck.operations.fuse import fuse
 from fusecheck.operations.verify import ExactReport, VerifyReport
-from fusecheck.projections import ProjectionCheck
 from fusecheck.render import to_json
+from fusecheck.verdicts import NumericResult, Place, ProbeResult, ProjectionCheck
 
 RUN = "from fusecheck.cli import main\nmain()\n"
 VOID = {"meta"}

@@ -16,19 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusecheck import numeric as module
+from fusecheck.bounds import Arithmetic, same_bits, ulp_distance
+from fusecheck.device import describe, pick_device, pinned
 from fusecheck.errors import SystemFailure, UsageError
-from fusecheck.numeric import (
-    Arithmetic,
-    Place,
-    Projection,
-    describe,
-    numeric,
-    pick_device,
-    pinned,
-    probe,
-    same_bits,
-    ulp_distance,
-)
+from fusecheck.numeric import Projection, numeric, probe
+from fusecheck.verdicts import Place
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

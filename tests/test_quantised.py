@@ -22,7 +22,7 @@ from fusecheck.errors import CheckpointError, NoFusedForm
 from fusecheck.manifest import read_manifest
 from fusecheck.operations.fuse import fuse
 from fusecheck.operations.verify import VerifyReport, verify
-from fusecheck.projections import ProjectionCheck
+from fusecheck.verdicts import ProjectionCheck
 
 QKV = "model.layers.0.self_attn."
 MLP = "model.layers.0.mlp."

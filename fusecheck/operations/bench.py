@@ -198,7 +198,7 @@ def bench(
         raise UsageError("OUT is no folder", file=str(out))
     if importlib.util.find_spec("torch") is None:
         raise SystemFailure("bench needs torch, which is missing", remedy="pip install torch")
-    from fusecheck.numeric import pick_device, pinned  # noqa: PLC0415 - torch costs seconds and 200 MB
+    from fusecheck.device import pick_device, pinned  # noqa: PLC0415 - torch costs seconds and 200 MB
 
     chosen = pick_device(device)
     with ExitStack() as stack:
@@ -232,7 +232,7 @@ def _report(
 ) -> BenchReport:
     import torch  # noqa: PLC0415
 
-    from fusecheck.numeric import describe  # noqa: PLC0415
+    from fusecheck.device import describe  # noqa: PLC0415
 
     about = describe(device)
     return BenchReport(
@@ -348,7 +348,7 @@ def _projections(
 def _pair(
     prefix: str, packing: Packing, out: Checkpoint, source: Checkpoint | None, device: torch.device, notes: list[str]
 ) -> _Pair:
-    from fusecheck.numeric import DTYPES  # noqa: PLC0415
+    from fusecheck.bounds import DTYPES  # noqa: PLC0415
 
     name, bias_name = f"{prefix}{packing.fused}.weight", f"{prefix}{packing.fused}.bias"
     weight = _read(out, name).to(device)

@@ -22,11 +22,10 @@ from fusecheck.errors import SystemFailure, UsageError, shown
 from fusecheck.exact import Finding, Slice, pair
 from fusecheck.manifest import Manifest
 from fusecheck.manifest_check import check_manifest, check_unopened, slices_of
+from fusecheck.verdicts import ProjectionCheck
 
 if TYPE_CHECKING:
     import torch
-
-    from fusecheck.projections import ProjectionCheck
 
 MAX_FINDINGS = 100
 """Findings that a report carries; `finding_count` counts all."""
@@ -179,7 +178,7 @@ def _prepare(case: Case, layers: tuple[int, ...], device: str) -> _Lab:
             raise SystemFailure(f"--device {device} needs torch, which is missing", remedy="pip install torch")
         case.warnings.append("probe and numeric not run: torch is not installed; exact needs none")
         return _Lab(layers)
-    from fusecheck.numeric import describe, pick_device  # noqa: PLC0415 - torch costs seconds and 200 MB
+    from fusecheck.device import describe, pick_device  # noqa: PLC0415 - torch costs seconds and 200 MB
 
     chosen = pick_device(device)
     about = describe(chosen)
