@@ -39,16 +39,18 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors a
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: what was left out, and why.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar or lines.")]
 
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random hidden states.")]
+Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the random hidden states.")
+]
 ReportFile = Annotated[
     str | None, typer.Option("--report", metavar="FILE.html", help="Write the whole report there, as one HTML page.")
 ]
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is in OUT, in one step, once all is written.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub id.")]
-Threads = Annotated[int, typer.Option("--threads", min=1, max=64, help="Threads that copy.")]
+Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")]
+Threads = Annotated[int, typer.Option("--threads", metavar="N", min=1, max=64, help="Threads that copy.")]
 
 FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Follow side-file links out of the folder.")]
 MaxHeaderSize = Annotated[str, typer.Option("--max-header-size", metavar="SIZE", help="Largest header that is read.")]
@@ -106,7 +108,10 @@ def fuse(
         typer.Option("--keep-split", help="Leave groups without a lossless fused form split, instead of refusing."),
     ] = False,
     experts: Annotated[
-        Experts, typer.Option("--experts", help="per-expert: a gate_up_proj for each; stacked: all in two 3-D tensors.")
+        Experts,
+        typer.Option(
+            "--experts", metavar="FORM", help="per-expert: a gate_up_proj for each; stacked: all in two 3-D tensors."
+        ),
     ] = Experts.PER_EXPERT,
     follow_links: FollowLinks = False,
     max_header_size: MaxHeaderSize = "16MiB",
@@ -194,7 +199,9 @@ def verify(
     ] = None,
     layer: Annotated[
         list[int] | None,
-        typer.Option("--layer", help="Layer for probe and numeric; repeatable. Default: first, middle, last."),
+        typer.Option(
+            "--layer", metavar="N", help="Layer for probe and numeric; repeatable. Default: first, middle, last."
+        ),
     ] = None,
     all_experts: Annotated[
         bool, typer.Option("--all-experts", help="Probe and numeric of every expert, not of four a layer.")

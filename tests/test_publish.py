@@ -38,7 +38,7 @@ HOME = Path(publish.__file__).parents[1]
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from fusecheck.errors import FusecheckError
+from fusecheck.errors import FusecheckError, Interrupted
 from fusecheck.publish import signals_as_exceptions, staging_folder, write_file
 from fusecheck.target import check_target
 
@@ -56,7 +56,7 @@ def work(out, mode):
 
 try:
     work(Path(sys.argv[1]), sys.argv[2])
-except FusecheckError as error:
+except (FusecheckError, Interrupted) as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
 """
