@@ -10,12 +10,13 @@ from pathlib import Path
 from fusecheck import digest
 from fusecheck.checkpoint import Checkpoint, open_checkpoint, open_folder
 from fusecheck.config import ModelConfig
-from fusecheck.errors import CheckpointError, FusecheckError, UsageError, shown
+from fusecheck.errors import CheckpointError, FusecheckError, UsageError
 from fusecheck.exact import Finding, Slice
-from fusecheck.hub import cached, resolve
+from fusecheck.hub import resolve
 from fusecheck.manifest import Manifest, read_manifest
 from fusecheck.model import Model, survey
 from fusecheck.sidefiles import MANIFEST
+from fusecheck.source import is_recorded, recorded_folder, recorded_place
 
 
 @dataclass(slots=True)
@@ -76,14 +77,13 @@ def open_source(case: Case, named: str | None, stack: ExitStack) -> None:
     if named is not None:
         folder = resolve(named).folder
         if os.path.realpath(folder) == os.path.realpath(case.folder):
-            raise UsageError("--source is OUT itself", file=named, remedy="name the split checkpoint")
+            case.findings.append(Finding("the source that was named is OUT itself, which proves nothing", named))
         case.source = stack.enter_context(_complete(folder))
     elif manifest is not None:
         case.source = _recorded(case, manifest, stack)
     if case.source is None or manifest is None or not digest.available():
         return
-    found = {shard.name: shard.header_digest for shard in case.source.shards}
-    if found == {name: shard.header_digest for name, shard in manifest.source_shards.items()}:
+    if is_recorded(case.source, manifest):
         case.origin = case.source
     elif named is not None:
         case.notes.append("the manifest records another source than the one that was named, whose bytes are compared")
@@ -105,11 +105,9 @@ def _complete(folder: Path) -> Checkpoint:
 
 def _recorded(case: Case, manifest: Manifest, stack: ExitStack) -> Checkpoint | None:
     """What is at the place that the manifest records; digests alone are checked, with a warning, where that is nothing."""
-    recorded = manifest.provenance.folder
-    folder = cached(manifest.provenance) if recorded is None else case.folder / recorded
-    gone = folder is None or not os.path.isdir(folder)  # noqa: PTH112 - the path is foreign, and may be none
-    if folder is None or gone or os.path.realpath(folder) == os.path.realpath(case.folder):
-        where = shown(str(recorded or manifest.provenance.repo_id))
+    folder = recorded_folder(case.folder, manifest)
+    if folder is None:
+        where = recorded_place(manifest)
         case.warnings.append(f"the source {where} is not there; OUT is checked against its manifest's digests alone")
         return None
     try:

@@ -234,7 +234,7 @@ def verify(
     if not as_json:
         screen.verify(report)
     if report_file is not None:  # before the JSON document: one that fails is the only one
-        from fusecheck.html import verify_html  # noqa: PLC0415
+        from fusecheck.html.verify import verify_html  # noqa: PLC0415
 
         _write_report(report_file, verify_html(report), failed=report.verdict != "equal")
     if as_json:
@@ -272,7 +272,7 @@ def bench(
     if not as_json:
         screen.bench(report)
     if report_file is not None:
-        from fusecheck.html import bench_html  # noqa: PLC0415
+        from fusecheck.html.bench import bench_html  # noqa: PLC0415
 
         _write_report(report_file, bench_html(report))
     if as_json:
@@ -333,7 +333,7 @@ def _run(arguments: list[str]) -> int:
     try:
         code = app(arguments or ["--help"], standalone_mode=False)
     except typer.TyperException as error:
-        raise UsageError(error.format_message(), remedy="see --help") from None
+        raise UsageError(error.format_message().rstrip("."), remedy="see --help") from None
     except typer.Abort:
         raise Interrupted(2) from None
     except SystemExit as error:

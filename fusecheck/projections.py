@@ -1,7 +1,6 @@
 """The projections of a layer, read as an engine reads them and run on a device: split against fused.
 
-Tensors are opened by `safetensors.safe_open`, so that two readers of the format must agree; what torch has no dtype for is
-read by ours, as bytes. Quantised projections run on weights dequantised from both forms, the fused one as a whole.
+Quantised projections run on weights dequantised from both forms, the fused one as a whole.
 """
 
 from __future__ import annotations
@@ -12,31 +11,26 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fusecheck.bounds import DTYPES, same_bits
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import ModelConfig
 from fusecheck.dequantise import NotRun, dequantise
-from fusecheck.errors import CheckpointError, SystemFailure
+from fusecheck.errors import CheckpointError
 from fusecheck.group import FusedTensor
-from fusecheck.header import tensor_bytes
 from fusecheck.linear import build_fused
 from fusecheck.manifest import Manifest
 from fusecheck.mapping import QKV, Packing, ShardId, ShardRows
 from fusecheck.model import Model
 from fusecheck.numeric import Projection, numeric, probe
 from fusecheck.quantisation import WEIGHTS, Join
+from fusecheck.tensors import load_tensor
 from fusecheck.verdicts import NumericResult, ProbeResult, ProjectionCheck, Verdict
 
 Stored: TypeAlias = Mapping[str, Tensor]
 """The tensors of one stored Linear by suffix."""
-
-_OPAQUE = frozenset({"F4", "F6_E2M3", "F6_E3M2"}) | (
-    frozenset() if hasattr(torch, "float8_e8m0fnu") else frozenset({"F8_E8M0"})
-)
-"""dtypes that torch cannot open, or opens as something else than [rows, in]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +134,7 @@ def _check(
         numeric=NumericResult("not run"),
     )
     try:
-        fused = {suffix: _load(out, one.name(suffix)) for suffix in one.tensors}
+        fused = {suffix: load_tensor(out, one.name(suffix)) for suffix in one.tensors}
         parts = _split(one, out, source, manifest, fused)
     except SafetensorError as error:
         why = f"our reader took it, safetensors does not: {error}"
@@ -226,22 +220,6 @@ def _built(one: _Fused, fused: Stored, parts: Mapping[ShardId, Stored], config: 
     return "pass", ""
 
 
-def _load(checkpoint: Checkpoint, name: str) -> Tensor:
-    info = checkpoint.tensors[name]
-    if info.dtype in _OPAQUE:
-        data = bytearray(info.nbytes)
-        checkpoint.files.read_into(info.shard, info.start, memoryview(data))
-        width = tensor_bytes(info.dtype, info.shape[1:]) or 0
-        raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return raw.reshape(info.shape[0], width) if info.shape else raw
-    try:
-        with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-    except OSError as error:
-        raise SystemFailure.from_os(error, info.shard, "open") from None
-    return tensor
-
-
 def _split(
     one: _Fused, out: Checkpoint, source: Checkpoint | None, manifest: Manifest | None, fused: Stored
 ) -> Mapping[ShardId, Stored] | None:
@@ -251,12 +229,12 @@ def _split(
     names = {shard_id: {s: f"{one.base}{module}.{s}" for s in fused} for shard_id, module in one.packing.parts}
     if _holds(source, (name for by_suffix in names.values() for name in by_suffix.values())):
         return {
-            shard_id: {suffix: _load(source, name) for suffix, name in by_suffix.items()}
+            shard_id: {suffix: load_tensor(source, name) for suffix, name in by_suffix.items()}
             for shard_id, by_suffix in names.items()
         }
     if not _holds(source, map(one.name, fused)):
         return None
-    return _cut_all(one, {suffix: _load(source, one.name(suffix)) for suffix in fused}, None, source.config)
+    return _cut_all(one, {suffix: load_tensor(source, one.name(suffix)) for suffix in fused}, None, source.config)
 
 
 def _holds(checkpoint: Checkpoint, names: Iterable[str]) -> bool:

@@ -28,12 +28,13 @@ from rich.text import Text
 
 from fusecheck.engines.table import engines_line
 from fusecheck.errors import FusecheckError, printable, shown
-from fusecheck.html import duration
+from fusecheck.measure.values import ProjectionBench
+from fusecheck.units import duration
 from fusecheck.verdicts import ProjectionCheck
 
 if TYPE_CHECKING:
     from fusecheck.exact import Finding
-    from fusecheck.operations.bench import BenchReport, ProjectionBench
+    from fusecheck.operations.bench import BenchReport
     from fusecheck.operations.fuse import FuseReport
     from fusecheck.operations.inspect import InspectReport, ProjectionForm
     from fusecheck.operations.unfuse import UnfuseReport
@@ -183,6 +184,7 @@ class Screen:
             self._out.print(inspect_table(report))
         for line in inspect_foot(report, verbose=self.verbose):
             self.result(line)
+        self._out.print(engines_table(report))
 
     def verify(self, report: VerifyReport) -> None:
         """What verify found: a table on stdout, then the differences, then the verdict."""
@@ -339,9 +341,16 @@ def inspect_foot(report: InspectReport, *, verbose: bool) -> Iterator[str]:
         yield f"  ... {len(report.straddling) - 3} more (-v)"
     for item in report.left_out if verbose else ():
         yield f"left out: {shown(item.path)}: {item.reason}"
-    yield "engines, for a fused folder:"
+
+
+def engines_table(report: InspectReport) -> Table:
+    """Which engines load a fused folder, and how and when that was found out."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    for heading in ("engine", "loads fused", "note", "found"):
+        table.add_column(heading, no_wrap=heading == "engine")
     for engine in report.engines:
-        yield f"  {'yes' if engine.loads else 'no ':3} {engine.name}: {engine.note} ({engine.evidence} {engine.date})"
+        table.add_row(engine.name, "yes" if engine.loads else "no", engine.note, f"{engine.evidence} {engine.date}")
+    return table
 
 
 def verify_table(report: VerifyReport) -> Table:

@@ -22,8 +22,10 @@ from checkpoints import Spec, write_checkpoint
 from fusecheck.checkpoint import open_checkpoint
 from fusecheck.errors import CheckpointError, SystemFailure, UsageError
 from fusecheck.mapping import PACKINGS
-from fusecheck.operations import bench as module
-from fusecheck.operations.bench import BenchReport, bench, judge
+from fusecheck.measure import load, timing, words
+from fusecheck.measure.projection import CASES, read_pair
+from fusecheck.measure.timing import clock_of, judge
+from fusecheck.operations.bench import BenchReport, bench
 from fusecheck.operations.fuse import fuse
 from fusecheck.render import to_json
 
@@ -33,8 +35,9 @@ SPEC = Spec(num_hidden_layers=2, values="normal")
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ROUNDS", 5), ("MIN_ROUNDS", 3), ("LOAD_ROUNDS", 3), ("SAMPLE_SECONDS", 1e-5)):
-        monkeypatch.setattr(module, name, value)
+    for name, value in (("ROUNDS", 5), ("MIN_ROUNDS", 3), ("SAMPLE_SECONDS", 1e-5)):
+        monkeypatch.setattr(timing, name, value)
+    monkeypatch.setattr(load, "LOAD_ROUNDS", 3)
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +95,12 @@ def test_three_launches_become_one_and_two_become_one(report: BenchReport) -> No
 
 def test_every_case_is_measured_and_its_median_lies_within_its_samples(report: BenchReport) -> None:
     for projection in report.projections:
-        assert [(case.phase, case.batch) for case in projection.cases] == list(module.CASES)
+        assert [(case.phase, case.batch) for case in projection.cases] == list(CASES)
         for case in projection.cases:
-            assert len(case.separate.samples) == len(case.fused.samples) >= module.MIN_ROUNDS
+            assert len(case.separate.samples) == len(case.fused.samples) >= timing.MIN_ROUNDS
             assert case.calls >= 1
-            for timing in (case.separate, case.fused):
-                assert 0 < min(timing.samples) <= timing.median <= max(timing.samples) < math.inf
+            for timed in (case.separate, case.fused):
+                assert 0 < min(timed.samples) <= timed.median <= max(timed.samples) < math.inf
             assert case.ratio > 0
             assert case.noise >= 0
 
@@ -144,7 +147,7 @@ def test_both_ways_multiply_alike(pair: tuple[Path, Path]) -> None:
     with open_checkpoint(pair[1]) as out, open_checkpoint(pair[0]) as source:
         for packing in PACKINGS:
             for origin in (source, None):
-                both = module._pair("model.layers.1.", packing, out, origin, cpu, [])  # noqa: SLF001
+                both = read_pair("model.layers.1.", packing, out, origin, cpu, [])
                 for one, two in zip(both.separate(x), both.fused(x), strict=True):
                     torch.testing.assert_close(one, two)
                 assert all(weight.is_contiguous() for _, weight, _ in both.parts)
@@ -179,7 +182,7 @@ def test_another_models_weights_are_refused(pair: tuple[Path, Path], tmp_path: P
 def test_steps_are_counted_to_their_end(pair: tuple[Path, Path]) -> None:
     seen: list[tuple[int, int]] = []
     bench(pair[1], device="cpu", on_progress=lambda done, total: seen.append((done, total)))
-    total = 2 * len(module.CASES) + module.LOAD_ROUNDS
+    total = 2 * len(CASES) + load.LOAD_ROUNDS
     assert seen == [(done, total) for done in range(1, total + 1)]
 
 
@@ -226,10 +229,10 @@ def test_the_words_say_so_when_nothing_is_gained_or_can_be_told(report: BenchRep
         replace(case, outcome="no gain", noise=0.9),
         replace(case, outcome="faster", ratio=1.5),
     )
-    assert "gains nothing here" in " ".join(module._outcomes([quiet, quiet]))  # noqa: SLF001
-    assert "too noisy to tell" in " ".join(module._outcomes([quiet, loud]))  # noqa: SLF001
-    words = list(module._outcomes([quiet, gain]))  # noqa: SLF001
-    assert words == ["faster at 1 rows (1.50 x)", "no gain beyond noise at 1 rows"]
+    assert "gains nothing here" in " ".join(words._outcomes([quiet, quiet]))  # noqa: SLF001
+    assert "too noisy to tell" in " ".join(words._outcomes([quiet, loud]))  # noqa: SLF001
+    said = list(words._outcomes([quiet, gain]))  # noqa: SLF001
+    assert said == ["faster at 1 rows (1.50 x)", "no gain beyond noise at 1 rows"]
 
 
 def test_drift_is_no_gain() -> None:
@@ -241,7 +244,7 @@ def test_drift_is_no_gain() -> None:
 
 
 def test_the_clock_measures() -> None:
-    assert 0.02 <= module._clock(torch.device("cpu"))(lambda: time.sleep(0.02)) < 5  # noqa: SLF001
+    assert 0.02 <= clock_of(torch.device("cpu"))(lambda: time.sleep(0.02)) < 5
 
 
 def test_the_profilers_marks_do_not_reach_the_terminal(

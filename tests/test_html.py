@@ -20,11 +20,15 @@ from hypothesis import strategies as st
 
 from fusecheck.errors import invisible
 from fusecheck.exact import Finding
-from fusecheck.html import bench_html, duration, row_map, size_text, verify_html
-from fusecheck.operations.bench import BenchReport, Case, Launches, LoadBench, ProjectionBench, Timing
+from fusecheck.html.bench import bench_html
+from fusecheck.html.row_map import row_map
+from fusecheck.html.verify import verify_html
+from fusecheck.measure.values import Case, Launches, LoadBench, ProjectionBench, Timing
+from fusecheck.operations.bench import BenchReport
 from fusecheck.operations.fuse import fuse
 from fusecheck.operations.verify import ExactReport, VerifyReport
 from fusecheck.render import to_json
+from fusecheck.units import duration, size_text
 from fusecheck.verdicts import NumericResult, Place, ProbeResult, ProjectionCheck
 
 RUN = "from fusecheck.cli import main\nmain()\n"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fill nano-vllm's real Qwen3 by its own loader and by fusecheck's, from split and from fused, and compare every bit.
 
-    scripts/engines/nano_vllm_check.py CHECKOUT        a clone of GeeeekExplorer/nano-vllm
+    scripts/engine-check nano-vllm CHECKOUT        a clone of GeeeekExplorer/nano-vllm
 
 The model, its layers and its loader are the checkout's. What needs a GPU and is no part of loading (flash attention,
 triton) is replaced by stand-ins; the TP ranks are processes of this machine that talk gloo. Before each load every
@@ -11,6 +11,7 @@ parameter is filled with another value, so that nothing is right by chance. Exit
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import importlib
 import json
 import platform
@@ -57,7 +58,7 @@ WORLD_SIZES = (1, 2)
 def main(checkout: Path) -> int:
     """Make, fuse, load and compare every checkpoint at every world size; print what ran. 0 when all is as expected."""
     print(f"nano-vllm {version_of(checkout)}, fusecheck {fusecheck.__version__}, torch {torch.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {torch.get_num_threads()} threads")
+    print(f"Python {platform.python_version()}, {torch.get_num_threads()} threads, {dt.datetime.now(dt.UTC).date()}")
     wrong = 0
     for check in CHECKS:
         with tempfile.TemporaryDirectory(prefix="nano-vllm-check-") as work:

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Rewrite the Linears of a small split checkpoint in a quantised form, shard by shard: quantise.py METHOD FOLDER
+"""Rewrite the Linears of a small split checkpoint in a quantised form, in place: quantise.py METHOD FOLDER.
 
 Every value is rounded to the nearest one that the form can hold, by scales taken from the weights themselves, so that the
 model goes on to compute what it computed, a little less exactly. Names, shards and all other tensors stay. The routers of
@@ -23,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 
 BLOCK = 128
-"""Rows and columns that share one FP8 scale; the size of all published ones, and the only one that vLLM's CPU kernel takes."""
+"""Rows and columns that share one FP8 scale; the size of all published ones, and all that vLLM's CPU kernel takes."""
 GROUP = 32
 """Columns that share one 4-bit scale."""
 STATIC = 1 / 64

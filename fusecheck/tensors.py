@@ -1,0 +1,40 @@
+"""One tensor of a checkpoint as torch has it.
+
+Opened by `safetensors.safe_open`, so that two readers of the format must agree; what torch has no dtype for is read by
+ours, as bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fusecheck.checkpoint import Checkpoint
+from fusecheck.errors import SystemFailure
+from fusecheck.header import tensor_bytes
+
+_OPAQUE = frozenset({"F4", "F6_E2M3", "F6_E3M2"}) | (
+    frozenset() if hasattr(torch, "float8_e8m0fnu") else frozenset({"F8_E8M0"})
+)
+"""dtypes that torch cannot open, or opens as something else than [rows, in]."""
+
+
+def load_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """In its own shape, or as uint8 [rows, bytes of a row] where torch cannot open its dtype.
+
+    Raises `SafetensorError`, or `SystemFailure` where the file cannot be opened.
+    """
+    info = checkpoint.tensors[name]
+    if info.dtype in _OPAQUE:
+        data = bytearray(info.nbytes)
+        checkpoint.files.read_into(info.shard, info.start, memoryview(data))
+        width = tensor_bytes(info.dtype, info.shape[1:]) or 0
+        raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return raw.reshape(info.shape[0], width) if info.shape else raw
+    try:
+        with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+    except OSError as error:
+        raise SystemFailure.from_os(error, info.shard, "open") from None
+    return tensor
