@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,9 @@ from fusecheck.reader import Reader
 
 BLOCK_BYTES = 1 << 20
 """One buffer; it stays in the cache between read, hash and write, which larger ones do not."""
+
+WRITEBACK_BYTES = 8 << 20
+"""How much is written before the disk is told to begin; smaller files are not preallocated either."""
 
 OnBytes = Callable[[int], None]
 """Progress: bytes written since the last call. Called from worker threads, one at a time."""
@@ -125,6 +129,7 @@ class _Run:
                 self._gather(block, row, out[column:], width, count, state, buffers)
                 column += block.row_bytes
             _write(descriptor, out, at + row * width)
+            _begin_writeback(descriptor, at + row * width, len(out))
             self._tell(len(out))
         return tuple(state.hexdigest() for state in states)
 
@@ -154,6 +159,7 @@ class _Run:
                 try:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     self._open[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                    _preallocate(self._open[number], self._files[number].size)
                 except OSError as error:
                     raise SystemFailure.from_os(error, self._files[number].path, "create") from None
             return self._open[number]
@@ -199,6 +205,25 @@ class _Buffers:
         if len(self._span) < size:
             self._span = bytearray(max(size, BLOCK_BYTES))
         return memoryview(self._span)[:size]
+
+
+def _preallocate(descriptor: int, size: int) -> None:
+    """Lay the file out in one piece and meet a full disk before the first byte; file systems that cannot are left alone."""
+    if size < WRITEBACK_BYTES:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
+            raise
+
+
+def _begin_writeback(descriptor: int, at: int, size: int) -> None:
+    """Let the disk work while we copy on, instead of all at once in fsync. What is dirty is written, not dropped."""
+    start, stop = at // WRITEBACK_BYTES * WRITEBACK_BYTES, (at + size) // WRITEBACK_BYTES * WRITEBACK_BYTES
+    if start < stop:
+        with suppress(OSError):  # advice, which a file system may not take
+            os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 def _write(descriptor: int, data: memoryview, at: int) -> None:

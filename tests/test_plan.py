@@ -291,7 +291,7 @@ class Broken:
 
 
 MANY = [PlannedFile(f"{number}", b"", ((Block("a", 0, 10, 1, 1),),)) for number in range(500)]
-LONG = [PlannedFile(f"{number}", b"", ((Block("a", 0, 1 << 40, 1, 1),),)) for number in range(4)]
+LONG = [PlannedFile(f"{number}", b"", ((Block("a", 0, 1 << 26, 1, 1),),)) for number in range(4)]
 
 
 @pytest.mark.parametrize("files", [MANY, LONG])
