@@ -5,7 +5,7 @@ import signal
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from fusecheck.cli import main  # noqa: E402 - its imports are what may be interrupted
+from fusecheck.cli import main  # its imports are what may be interrupted
 
 if __name__ == "__main__":
     main()

@@ -11,12 +11,11 @@ from fusecheck.errors import CheckpointError, shown
 from fusecheck.exact import Finding
 from fusecheck.files import same_bytes
 from fusecheck.header import TensorInfo, strict_json
-from fusecheck.mapping import LAYOUT
+from fusecheck.mapping import LAYOUT, OWN_KEY
 from fusecheck.quantisation import MODULES
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import ADAPTER, CHECKSUMS, MANIFEST, WEIGHTS
 
-OWN_KEY = "fusecheck"
 """Key of `__metadata__` that declares layout and version."""
 
 

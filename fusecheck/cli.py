@@ -16,9 +16,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from fusecheck import __version__
+from fusecheck.durable import replace_file
 from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, UsageError
-from fusecheck.publish import ignore_signals, replace_file, signals_as_exceptions
 from fusecheck.render import Screen, discard, error_fields, prepare_streams, to_json
+from fusecheck.signals import ignore_signals, signals_as_exceptions
 
 EPILOG = (
     "Exit codes: 0 done or equal; 1 checked and not equal; 2 usage; 3 the checkpoint is malformed or unsupported, do not "

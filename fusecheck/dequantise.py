@@ -33,7 +33,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusecheck.quantisation import METHODS, Axis, Packing32, Quantisation, length, solve
+from fusecheck.axes import Packing32, length, solve
+from fusecheck.forms import METHODS, Axis
+from fusecheck.quantisation import Quantisation
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, of the eight of one word, that each nibble holds, the lowest nibble first."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fusecheck.config import ModelConfig
+from fusecheck.forms import METHODS, Join
 from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.mapping import (
     GATE_UP,
@@ -24,7 +25,6 @@ from fusecheck.mapping import (
     split_module,
     stacked_packings,
 )
-from fusecheck.quantisation import METHODS, Join
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,24 @@
 """What a run of fuse will write, decided as a whole before the first byte; its manifest; whether it stands there already.
 
-And what every verb that writes a checkpoint does alike: side files, the staging folder, progress, the look at OUT.
+And what every verb that writes a checkpoint does alike: side files, the staging folder, progress.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 import fusecheck
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG
-from fusecheck.digest import digest_of, digest_over
-from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure
+from fusecheck.digest import digest_over
+from fusecheck.durable import write_file
+from fusecheck.errors import CheckpointError, FusecheckError
 from fusecheck.execute import Written, execute
 from fusecheck.files import same_bytes
-from fusecheck.group import Group
 from fusecheck.header import strict_json
 from fusecheck.hub import shard_groups
 from fusecheck.manifest import (
@@ -28,9 +26,7 @@ from fusecheck.manifest import (
     FileEntry,
     Manifest,
     OutputFile,
-    PartEntry,
     Provenance,
-    SourceShard,
     TensorEntry,
     from_text,
     to_text,
@@ -38,22 +34,23 @@ from fusecheck.manifest import (
 from fusecheck.mapping import LAYOUT
 from fusecheck.model import Model, survey
 from fusecheck.plan import (
-    Block,
     OutputTensor,
     PlannedFile,
     PlannedShard,
-    Strip,
     by_source_shard,
     index_text,
     merge_metadata,
     output_tensors,
     plan_shards,
+    whole_file,
 )
-from fusecheck.publish import TargetTaken, staging_folder, write_file
-from fusecheck.quantisation import MODULES, Join, gptq_modules
+from fusecheck.publish import TargetTaken, staging_folder
+from fusecheck.quantisation import MODULES, gptq_modules
 from fusecheck.reader import Reader
+from fusecheck.record import checksums_text, file_digest, same_weights, source_shards, tensor_entries
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
+from fusecheck.standing import holds
 from fusecheck.target import Target, TargetOccupied, check_target, require_space
 
 Progress = Callable[[int, int], None]
@@ -131,12 +128,6 @@ def _grouping(outputs: Sequence[OutputTensor], options: Options) -> list[list[Ou
 def side_files(checkpoint: Checkpoint) -> list[PlannedFile]:
     """Every side file, byte for byte."""
     return [whole_file(side.path, side.size) for side in checkpoint.side_files]
-
-
-def whole_file(path: str, size: int) -> PlannedFile:
-    """A file of the source, byte for byte."""
-    strips: tuple[Strip, ...] = ((Block(path, 0, size, 1, 1),),) if size else ()
-    return PlannedFile(path, b"", strips)
 
 
 def _config_text(checkpoint: Checkpoint, model: Model) -> bytes:
@@ -219,23 +210,8 @@ def carry_out(
     manifest = _manifest(job, written, provenance)
     write_file(folder / MANIFEST, to_text(manifest))
     if job.options.checksums:
-        write_file(folder / CHECKSUMS, _checksums(folder, [*(file.path for file in job.files), MANIFEST]))
+        write_file(folder / CHECKSUMS, checksums_text(folder, [*(file.path for file in job.files), MANIFEST]))
     return manifest
-
-
-def _checksums(folder: Path, paths: Sequence[str]) -> bytes:
-    """For `sha256sum -c`; SHA-256 is also what the hub's LFS knows a file by."""
-    lines = []
-    for path in sorted(paths):
-        try:
-            with (folder / path).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise SystemFailure.from_os(error, path, "read back") from None
-        # a backslash before the digest announces the escapes that sha256sum itself writes and reads
-        name = path.replace("\\", "\\\\")
-        lines.append(f"{chr(92) if name != path else ''}{digest}  {name}\n")
-    return "".join(lines).encode()
 
 
 def write_files(
@@ -260,7 +236,7 @@ def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> M
     files: dict[str, OutputFile] = {}
     for shard in job.shards:
         file, digests = made[shard.file.path]
-        entries = _tensor_entries(checkpoint, shard.tensors, digests.strips)
+        entries = tensor_entries(checkpoint, shard.tensors, digests.strips)
         tensors |= entries
         files[file.path] = OutputFile(file.size, digests.head, digest_over(entry.digest for entry in entries.values()))
     edited = made[CONFIG][0].head != checkpoint.config_text
@@ -269,7 +245,7 @@ def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> M
         layout=LAYOUT,
         provenance=provenance,
         options=job.options.chosen(),
-        source_shards=_source_shards(checkpoint),
+        source_shards=source_shards(checkpoint),
         source_index=checkpoint.index_metadata,
         files=files,
         tensors=tensors,
@@ -280,52 +256,6 @@ def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> M
         metadata=job.metadata,
         config_original=checkpoint.config_text.decode() if edited else None,
     )
-
-
-def _source_shards(checkpoint: Checkpoint) -> dict[str, SourceShard]:
-    return {
-        shard.name: SourceShard(shard.size, shard.header_digest or "", shard.metadata) for shard in checkpoint.shards
-    }
-
-
-def file_digest(written: Written) -> str:
-    """Of a copied file: its one block, or, for an empty file, its empty head."""
-    return written.strips[0][0] if written.strips else written.head
-
-
-def _tensor_entries(
-    checkpoint: Checkpoint, tensors: Sequence[OutputTensor], digests: Sequence[tuple[str, ...]]
-) -> dict[str, TensorEntry]:
-    entries, at = {}, 0
-    for tensor in tensors:
-        own = [digest for strip in digests[at : at + len(tensor.strips)] for digest in strip]
-        at += len(tensor.strips)
-        if tensor.group is None:
-            entries[tensor.name] = TensorEntry(own[0], tensor.source.shard)
-        else:
-            parts = _part_entries(checkpoint, tensor.group, own)
-            digest = digest_over(part.digest for part in parts)
-            entries[tensor.name] = TensorEntry(digest, None, parts, tensor.group.join.value)
-    return entries
-
-
-def _part_entries(checkpoint: Checkpoint, group: Group, digests: Sequence[str]) -> tuple[PartEntry, ...]:
-    entries = []
-    for number, part in enumerate(group.parts):
-        data = checkpoint.peek(part.tensor) if group.join is Join.SHAPE else None
-        digest = digest_of(data) if data is not None else digests[number if len(digests) > 1 else 0]
-        entries.append(
-            PartEntry(
-                name=part.tensor.name,
-                shard=part.tensor.shard,
-                shard_id=part.rows.shard_id,
-                shard_offset=part.rows.shard_offset,
-                shard_size=part.rows.shard_size,
-                digest=digest,
-                data=None if data is None else data.hex(),
-            )
-        )
-    return tuple(entries)
 
 
 def compare_heads(job: Job, manifest: Manifest) -> tuple[str, ...]:
@@ -357,42 +287,9 @@ def stands_at(out: Path, job: Job) -> bool:
     return (
         manifest.fusecheck_version == fusecheck.__version__
         and manifest.options == job.options.chosen()
-        and manifest.source_shards == _source_shards(job.checkpoint)
+        and manifest.source_shards == source_shards(job.checkpoint)
         and manifest.source_index == job.checkpoint.index_metadata
         and {path: entry.digest for path, entry in manifest.side_files.items()}
         == {side.path: files.digest(side.path) for side in job.checkpoint.side_files}
-        and (not files.changed_since(made_ns) or _same_weights(manifest, job.checkpoint))
+        and (not files.changed_since(made_ns) or same_weights(manifest, job.checkpoint))
     )
-
-
-def _same_weights(manifest: Manifest, checkpoint: Checkpoint) -> bool:
-    """Whether every source tensor has the digest that the manifest records."""
-    recorded = {name: entry.digest for name, entry in manifest.tensors.items() if not entry.parts}
-    recorded |= {part.name: part.digest for entry in manifest.tensors.values() for part in entry.parts}
-    recorded |= {name: recorded.get(entry.same_as, "") for name, entry in manifest.dropped.items()}
-    tensors = checkpoint.tensors.values()
-    return all(recorded.get(t.name) == checkpoint.files.digest(t.shard, t.start, t.stop) for t in tensors)
-
-
-def holds(out: Path, files: Sequence[PlannedFile], *, beside: Iterable[str] = ()) -> bool:
-    """Whether a folder holds these files, by names, sizes and first bytes, those `beside` them, and nothing else."""
-    planned = {file.path: file for file in files}
-    entries = {path.relative_to(out).as_posix(): path.lstat() for path in out.rglob("*")}
-    folders = {path for path, status in entries.items() if stat.S_ISDIR(status.st_mode)}
-    found = {path: status.st_size for path, status in entries.items() if stat.S_ISREG(status.st_mode)}
-    if len(found) + len(folders) != len(entries) or folders != _folders(planned):
-        return False  # a link or a folder that this run would not have made
-    if any(found.pop(path, None) is None for path in beside):
-        return False
-    if found != {path: file.size for path, file in planned.items()}:
-        return False
-    return all(_starts_with(out / path, file.head) for path, file in planned.items())
-
-
-def _folders(paths: Iterable[str]) -> set[str]:
-    return {parent.as_posix() for path in paths for parent in PurePosixPath(path).parents} - {"."}
-
-
-def _starts_with(path: Path, head: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(head)) == head

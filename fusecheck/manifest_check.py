@@ -19,17 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusecheck import digest
-from fusecheck.beside import OWN_KEY, declaration, totals
+from fusecheck.beside import declaration, totals
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.errors import CheckpointError, invisible, shown
 from fusecheck.exact import Finding, Slice, cut_part, home, join_in, packed_shape, span, stacks_of
 from fusecheck.files import Files
+from fusecheck.forms import Join
 from fusecheck.header import LIBRARY_HEADER_BYTES, TensorInfo
 from fusecheck.manifest import FileEntry, Manifest, OutputFile, PartEntry, TensorEntry
-from fusecheck.mapping import HEADS, LAYOUT
+from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY
 from fusecheck.model import Model
-from fusecheck.quantisation import Join
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 

@@ -73,6 +73,9 @@ def stacked_packings(experts: int) -> tuple[Packing, Packing]:
     )
 
 
+OWN_KEY = "fusecheck"
+"""The key of `__metadata__` under which an output declares its layout."""
+
 LAYOUT = "qkv=[q;k;v] gate_up=[gate;up] tp=1"
 """What an output declares: TP=1 row order, not per TP rank, not interleaved per KV group."""
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint, shown
-from fusecheck.group import FusedTensor, Group, Linear, Peek, Slot, survey_slot
+from fusecheck.forms import PLAIN, WEIGHTS
+from fusecheck.group import FusedTensor, Group, survey_slot
 from fusecheck.header import TensorInfo
 from fusecheck.mapping import HEADS, PREFIXES, QKV, WRAPPERS, Packing, split_module
-from fusecheck.quantisation import PLAIN, WEIGHTS
+from fusecheck.slot import Linear, Peek, Slot
 from fusecheck.stack import stack_groups, stacked_tensors
 
 _LAYER = re.compile(r"(.*?)layers\.([^.]*)\.(.*)", re.DOTALL)
@@ -114,8 +115,9 @@ def survey(
 
 
 def _packings(config: ModelConfig, layer: int, modules: Mapping[str, Linear]) -> Iterator[Packing]:
-    """Stacked experts leave nothing to pack but the attention."""
-    return iter((QKV,)) if _is_stacked(config, layer, modules) else config.packings(layer)
+    """Of experts that are stacked nothing is left to pack; attention and a shared expert are."""
+    stacked = _is_stacked(config, layer, modules)
+    return (packing for packing in config.packings(layer) if not (stacked and packing.size == "expert"))
 
 
 def _is_stacked(config: ModelConfig, layer: int, modules: Mapping[str, Linear]) -> bool:

@@ -11,14 +11,13 @@ from typing import TypeAlias
 
 from fusecheck.config import ModelConfig
 from fusecheck.errors import UnsupportedCheckpoint
+from fusecheck.forms import Join
 from fusecheck.group import FusedTensor, Group
 from fusecheck.header import TensorInfo, canonical_order, encode_header, tensor_bytes
-from fusecheck.mapping import LAYOUT, ShardRows
+from fusecheck.mapping import LAYOUT, OWN_KEY, ShardRows
 from fusecheck.model import Model
-from fusecheck.quantisation import Join
 
 FORMAT_KEY = "format"
-OWN_KEY = "fusecheck"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +104,12 @@ class PlannedShard:
 
     tensors: tuple[OutputTensor, ...]
     file: PlannedFile
+
+
+def whole_file(path: str, size: int) -> PlannedFile:
+    """A file of the source, byte for byte."""
+    strips: tuple[Strip, ...] = ((Block(path, 0, size, 1, 1),),) if size else ()
+    return PlannedFile(path, b"", strips)
 
 
 def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[OutputTensor]:

@@ -19,13 +19,13 @@ from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import ModelConfig
 from fusecheck.dequantise import NotRun, dequantise
 from fusecheck.errors import CheckpointError
+from fusecheck.forms import WEIGHTS, Join
 from fusecheck.group import FusedTensor
 from fusecheck.linear import build_fused
 from fusecheck.manifest import Manifest
 from fusecheck.mapping import QKV, Packing, ShardId, ShardRows
 from fusecheck.model import Model
 from fusecheck.numeric import Projection, numeric, probe
-from fusecheck.quantisation import WEIGHTS, Join
 from fusecheck.tensors import load_tensor
 from fusecheck.verdicts import NumericResult, ProbeResult, ProjectionCheck, Verdict
 

@@ -11,10 +11,10 @@ from itertools import groupby
 
 from fusecheck.config import ModelConfig
 from fusecheck.errors import NoFusedForm, UnsupportedCheckpoint
+from fusecheck.forms import Join
 from fusecheck.group import FusedTensor, Group, Part
 from fusecheck.header import TensorInfo
 from fusecheck.mapping import Packing, stacked_packings
-from fusecheck.quantisation import Join
 
 
 def stacked_tensors(

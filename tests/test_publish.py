@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fusecheck import publish
+from fusecheck import durable, publish, signals, temporary
+from fusecheck.durable import replace_file, write_file
 from fusecheck.errors import FusecheckError, Interrupted, SystemFailure, UsageError
-from fusecheck.publish import TargetTaken, replace_file, signals_as_exceptions, staging_folder, write_file
+from fusecheck.publish import TargetTaken, staging_folder
+from fusecheck.signals import signals_as_exceptions
 from fusecheck.target import Target, TargetOccupied, check_target, free_space, place_of, require_space
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from fusecheck.errors import FusecheckError, Interrupted
-from fusecheck.publish import signals_as_exceptions, staging_folder, write_file
+from fusecheck.durable import write_file
+from fusecheck.publish import staging_folder
+from fusecheck.signals import signals_as_exceptions
 from fusecheck.target import check_target
 
 def work(out, mode):
@@ -391,7 +395,7 @@ def test_modes_follow_the_umask(top: Path, umask: int) -> None:
 
 def test_the_temp_name_says_nothing_and_matches_the_pattern(top: Path) -> None:
     with staging_folder(check_target(top / "out", None, force=False)) as staging:
-        assert publish._TEMP_NAME.fullmatch(staging.path.name)  # noqa: SLF001
+        assert temporary.TEMP_NAME.fullmatch(staging.path.name)
         assert staging.path.parent == Path(os.path.realpath(top))
     assert names(top) == []
 
@@ -591,7 +595,7 @@ def test_force_when_out_has_gone_meanwhile(top: Path) -> None:
 def test_no_exchange_is_found_out_before_the_copy(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (top / "out").mkdir()
     (top / "out" / "file").touch()
-    monkeypatch.setattr(publish, "_exchange", failing(publish._exchange, errno.EINVAL))  # noqa: SLF001
+    monkeypatch.setattr(publish, "exchange", failing(durable.exchange, errno.EINVAL))
     with (
         pytest.raises(SystemFailure, match="cannot exchange"),
         staging_folder(check_target(top / "out", None, force=True)),
@@ -603,7 +607,7 @@ def test_no_exchange_is_found_out_before_the_copy(top: Path, monkeypatch: pytest
 
 def test_exchange_errors_carry_their_number(top: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        publish._exchange(top / "absent", top)  # noqa: SLF001
+        durable.exchange(top / "absent", top)
 
 
 # --- orphans ---
@@ -625,7 +629,7 @@ def test_orphans_of_any_out_are_swept_and_nothing_else(top: Path) -> None:
 
 def test_an_orphan_that_stays_is_a_warning(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (top / ORPHAN).mkdir()
-    monkeypatch.setattr(publish, "_remove_tree", lambda path: path.name != ORPHAN)
+    monkeypatch.setattr(publish, "remove_tree", lambda path: path.name != ORPHAN)
     assert run(top / "out") == [
         f"{Path(os.path.realpath(top)) / ORPHAN}: left by a run that died, and cannot be removed"
     ]
@@ -832,11 +836,12 @@ def test_a_signal_at_every_line(top: Path, monkeypatch: pytest.MonkeyPatch, *, f
 def _run_with_a_signal(out: Path, number: int, *, force: bool) -> bool:
     """Whether the run went through. Python looks for signals where a frame starts, hence not in the block's own one."""
     count = -1
+    ours = {module.__file__ for module in (publish, durable, temporary, signals)}
     skipped = {"__exit__", "place_of", "<lambda>"}  # the latter two only read, and are long
 
     def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
         nonlocal count
-        if frame.f_code.co_filename != publish.__file__ or frame.f_code.co_name in skipped:
+        if frame.f_code.co_filename not in ours or frame.f_code.co_name in skipped:
             return None
         if event == "line":
             count += 1
@@ -944,7 +949,7 @@ def test_a_report_into_what_is_no_file(top: Path) -> None:
 
 
 def test_a_report_into_stdout(top: Path) -> None:
-    code = "from fusecheck.publish import *; replace_file(Path('/dev/stdout'), b'report'); print('end', end='')"
+    code = "from fusecheck.durable import *; replace_file(Path('/dev/stdout'), b'report'); print('end', end='')"
     for_pipe = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=HOME)
     assert for_pipe.stdout == b"reportend"
     with (top / "log").open("wb") as log:

@@ -109,8 +109,8 @@ def _compressed(format_: str, **weights: object) -> dict[str, object]:
     return {**declared, "ignore": ignore, "config_groups": {"group_0": group}}
 
 
-_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-_FOUR = {"bits": 4, "group_size": GROUP}
+_FP8: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+_FOUR: dict[str, object] = {"bits": 4, "group_size": GROUP}
 METHODS: Mapping[str, tuple[Callable[[Tensor], Stored], dict[str, object]]] = {
     "fp8-block": (fp8_block, {**_FP8, "weight_block_size": [BLOCK, BLOCK]}),
     "fp8-tensor": (fp8_tensor, _FP8),

@@ -1,0 +1,265 @@
+"""What a fused checkpoint was made of: as its manifest records it, or as names and config.json alone say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from fusecheck.beside import check_config, declaration
+from fusecheck.checkpoint import Checkpoint
+from fusecheck.config import CONFIG
+from fusecheck.digest import digest_of
+from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
+from fusecheck.files import MAX_JSON_BYTES
+from fusecheck.forms import Join
+from fusecheck.group import FusedTensor
+from fusecheck.header import metadata_orders
+from fusecheck.job import side_files
+from fusecheck.manifest import Manifest, SourceShard, TensorEntry
+from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY, ShardRows
+from fusecheck.model import Model, survey
+from fusecheck.plan import (
+    OutputTensor,
+    PlannedFile,
+    PlannedShard,
+    by_source_shard,
+    copied,
+    index_text,
+    plan_shard,
+    recorded_index,
+    split_tensors,
+    weight_shape,
+    whole_file,
+)
+from fusecheck.shards import INDEX, SHARD_NAME, natural_key
+from fusecheck.sidefiles import MANIFEST
+
+MAX_ORDERS = 120
+"""Orders of the keys of one `__metadata__` that are tried: all of five keys. safetensors writes them in any order."""
+
+_REMEDY = f"remove {MANIFEST} to split it by names and {CONFIG} alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """Everything that is decided before the first byte is written. `files` begins with those of `shards`."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest | None
+    shards: tuple[PlannedShard, ...]
+    files: tuple[PlannedFile, ...]
+    digests: Mapping[tuple[str, int], str]
+    """(weight file, number of the strip) -> what the manifest records of its bytes."""
+    split: int
+    restored: tuple[str, ...]
+    identical: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def original_of(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
+    """Survey, and plan the split form. CheckpointError where manifest and folder contradict each other."""
+    model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek, keep_split=True)
+    _check_splittable(checkpoint, model)
+    if manifest is not None:
+        return _by_manifest(checkpoint, model, manifest)
+    return _by_names(checkpoint, model)
+
+
+def _check_splittable(checkpoint: Checkpoint, model: Model) -> None:
+    """The declared layout is ours, and nothing that is fused was passed over."""
+    for shard in checkpoint.shards:
+        own = (shard.metadata or {}).get(OWN_KEY)
+        if own is not None and declaration(own).get("layout") != LAYOUT:
+            raise UnsupportedCheckpoint("declares another layout", file=shard.name, found=own, wanted=LAYOUT)
+    left = {group.fused.rpartition(".")[0]: group.reason for group in model.left_split}
+    for name, tensor in checkpoint.tensors.items() if left else ():
+        reason = left.get(name.rpartition(".")[0])
+        if reason is not None:
+            raise UnsupportedCheckpoint(f"is fused and cannot be split: {reason}", file=tensor.shard, tensor=name)
+    for whole in model.fused:
+        total = sum(rows.shard_size for rows in checkpoint.config.rows(whole.packing))
+        if whole.join is Join.SHAPE and checkpoint.peek(whole.tensor) != weight_shape(
+            whole.tensor, total, checkpoint.config
+        ):
+            raise CheckpointError(
+                "is not the shape of the fused weight", file=whole.tensor.shard, tensor=whole.tensor.name
+            )
+
+
+def _by_names(checkpoint: Checkpoint, model: Model) -> Original:
+    untouched = not model.fused and not any(OWN_KEY in (shard.metadata or {}) for shard in checkpoint.shards)
+    by_name = {shard.name: shard for shard in checkpoint.shards}
+    shards = []
+    for group in by_source_shard(split_tensors(checkpoint.tensors, model.fused, checkpoint.config)):
+        shard = by_name[group[0].source.shard]
+        if untouched:
+            shards.append(PlannedShard(tuple(group), whole_file(shard.name, shard.size)))
+        else:
+            metadata = None if shard.metadata is None else {k: v for k, v in shard.metadata.items() if k != OWN_KEY}
+            shards.append(plan_shard(shard.name, group, metadata))
+    index = None
+    if checkpoint.index_metadata is not None and untouched:
+        index = checkpoint.files.read(INDEX, MAX_JSON_BYTES)
+    elif checkpoint.index_metadata is not None or len(checkpoint.shards) > 1:
+        index = index_text(shards, checkpoint.index_metadata)
+    return Original(
+        checkpoint=checkpoint,
+        manifest=None,
+        shards=tuple(shards),
+        files=_files(checkpoint, shards, index, checkpoint.config_text),
+        digests={},
+        split=len(model.fused),
+        restored=(),
+        identical=(),
+        warnings=(*checkpoint.warnings, *model.warnings),
+    )
+
+
+def _files(
+    checkpoint: Checkpoint, shards: Sequence[PlannedShard], index: bytes | None, config_text: bytes
+) -> tuple[PlannedFile, ...]:
+    files = [shard.file for shard in shards]
+    if index is not None:
+        files.append(PlannedFile(INDEX, index, ()))
+    return (*files, PlannedFile(CONFIG, config_text, ()), *side_files(checkpoint))
+
+
+def _by_manifest(checkpoint: Checkpoint, model: Model, manifest: Manifest) -> Original:
+    """The source of `fuse`, as the manifest records it. The places of the parts are worked out anew, and have to agree."""
+    _check_described(manifest, checkpoint)
+    wholes = _recorded(manifest, model)
+    restored = tuple(_dropped(manifest, checkpoint, model))
+    outputs = [*split_tensors(checkpoint.tensors, wholes, checkpoint.config), *restored]
+    shards = _original_shards(manifest, outputs)
+    origins = _origins(manifest)
+    index = None if manifest.source_index is None else recorded_index(shards, manifest.source_index)
+    config_text, warnings = _original_config(manifest, checkpoint)
+    kept = sum(whole not in wholes for whole in model.fused)
+    if kept:
+        warnings.append(
+            f"{kept} tensors were fused already in the source that {MANIFEST} records, and stay so; "
+            "unfuse OUT once more to split them"
+        )
+    return Original(
+        checkpoint=checkpoint,
+        manifest=manifest,
+        shards=shards,
+        files=_files(checkpoint, shards, index, config_text),
+        digests={
+            (shard.file.path, number): origins[tensor.name][1]
+            for shard in shards
+            for number, tensor in enumerate(shard.tensors)
+        },
+        split=len(wholes),
+        restored=tuple(head.name for head in restored),
+        identical=tuple(_identical(manifest, shards)),
+        warnings=(*checkpoint.warnings, *model.warnings, *warnings),
+    )
+
+
+def _check_described(manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """The manifest describes these very weight files: the digests of their headers vouch for dtypes and shapes."""
+    if manifest.layout != LAYOUT:
+        raise UnsupportedCheckpoint("declares another layout", file=MANIFEST, found=manifest.layout, wanted=LAYOUT)
+    described = {name: (file.size, file.header_digest) for name, file in manifest.files.items()}
+    for shard in checkpoint.shards:
+        if described.pop(shard.name, None) != (shard.size, shard.header_digest):
+            raise CheckpointError(f"is not the file that {MANIFEST} describes", file=shard.name, remedy=_REMEDY)
+    tensors = checkpoint.tensors
+    odd = next(iter(described), None) or next((name for name in manifest.tensors if name not in tensors), None)
+    if odd is not None:
+        raise CheckpointError(f"names what is not there: {odd}", file=MANIFEST, remedy=_REMEDY)
+    new = next((tensor for name, tensor in tensors.items() if name not in manifest.tensors), None)
+    if new is not None:
+        raise CheckpointError(f"is not in {MANIFEST}", file=new.shard, tensor=new.name, remedy=_REMEDY)
+
+
+def _recorded(manifest: Manifest, model: Model) -> list[FusedTensor]:
+    """What the recorded run fused. CheckpointError where it is not what names and config.json say of the same tensor."""
+    wholes = {whole.tensor.name: whole for whole in (*model.fused, *model.stacked)}
+    found = []
+    for name, entry in manifest.tensors.items():
+        if not entry.parts:
+            continue
+        whole = wholes.get(name)
+        if whole is None or (whole.join.value, whole.parts) != (entry.join, _cuts(entry)):
+            raise CheckpointError("joins it from other parts than the mapping does", file=MANIFEST, tensor=name)
+        found.append(whole)
+    return found
+
+
+def _cuts(entry: TensorEntry) -> tuple[tuple[str, ShardRows], ...]:
+    return tuple((part.name, ShardRows(part.shard_id, part.shard_offset, part.shard_size)) for part in entry.parts)
+
+
+def _dropped(manifest: Manifest, checkpoint: Checkpoint, model: Model) -> Iterator[OutputTensor]:
+    """A tied output embedding that was dropped, made from the embedding again."""
+    for name, entry in manifest.dropped.items():
+        if name not in HEADS or name in checkpoint.tensors or entry.same_as != model.embedding:
+            raise CheckpointError("cannot have been dropped", file=MANIFEST, tensor=name, found=entry.same_as)
+        yield copied(name, checkpoint.tensors[entry.same_as])
+
+
+def _origins(manifest: Manifest) -> dict[str, tuple[str, str]]:
+    """Tensor of the original -> its shard and the digest of its bytes."""
+    origins: dict[str, tuple[str, str]] = {}
+    for name, entry in manifest.tensors.items():
+        if entry.parts:
+            origins |= {part.name: (part.shard, part.digest) for part in entry.parts}
+        else:
+            origins[name] = (entry.shard or "", entry.digest)
+    for name, dropped in manifest.dropped.items():
+        origins[name] = (dropped.shard, manifest.tensors[dropped.same_as].digest)
+    return origins
+
+
+def _original_shards(manifest: Manifest, outputs: Iterable[OutputTensor]) -> tuple[PlannedShard, ...]:
+    names = sorted(manifest.source_shards, key=natural_key)
+    odd = next((name for name in names if not SHARD_NAME.fullmatch(name)), None)
+    if odd is not None:
+        raise CheckpointError("names a shard that is no plain safetensors file name", file=MANIFEST, found=odd)
+    groups: dict[str, list[OutputTensor]] = {name: [] for name in names}
+    origins = _origins(manifest)
+    for output in outputs:
+        shard, _ = origins[output.name]
+        if shard not in groups:
+            raise CheckpointError("puts it into a shard of no source", file=MANIFEST, tensor=output.name, found=shard)
+        groups[shard].append(output)
+    recorded = manifest.source_shards
+    return tuple(
+        _as_recorded(plan_shard(name, groups[name], recorded[name].metadata), recorded[name]) for name in names
+    )
+
+
+def _as_recorded(shard: PlannedShard, recorded: SourceShard) -> PlannedShard:
+    """The shard with the very header that the original had, where that was in canonical form; else as it is."""
+    heads = metadata_orders(shard.file.head, recorded.metadata or {})
+    head = next((head for head in islice(heads, MAX_ORDERS) if digest_of(head) == recorded.header_digest), None)
+    return shard if head is None else replace(shard, file=replace(shard.file, head=head))
+
+
+def _original_config(manifest: Manifest, checkpoint: Checkpoint) -> tuple[bytes, list[str]]:
+    """config.json as it was before GPTQ's list of quantised modules; one that was edited since, as it is."""
+    if manifest.config_original is not None:
+        if any(check_config(checkpoint, None, manifest.config_original)):
+            raise CheckpointError(
+                f"was edited after it was fused, so the original in {MANIFEST} is not this one",
+                file=CONFIG,
+                remedy=f"undo the edit, or {_REMEDY}",
+            )
+        return manifest.config_original.encode(), []
+    edited = digest_of(checkpoint.config_text) != manifest.config.digest
+    return checkpoint.config_text, [f"{CONFIG} was edited after it was fused; copied as it is"] if edited else []
+
+
+def _identical(manifest: Manifest, shards: Iterable[PlannedShard]) -> Iterator[str]:
+    for shard in shards:
+        recorded = manifest.source_shards[shard.file.path]
+        if (recorded.size, recorded.header_digest) == (shard.file.size, digest_of(shard.file.head)):
+            yield shard.file.path

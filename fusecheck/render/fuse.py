@@ -1,0 +1,31 @@
+"""What fuse did, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fusecheck.errors import shown
+from fusecheck.render.words import files_line, left_out_lines
+
+if TYPE_CHECKING:
+    from fusecheck.operations.fuse import FuseReport
+
+
+def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
+    """The summary of a fuse run."""
+    what = {
+        "fused": "fused",
+        "copied": "already fused, copied",
+        "already_done": "already done, nothing written:",
+        "would_fuse": "would fuse",
+    }[report.verdict]
+    yield f"{what} {shown(report.source)} -> {shown(report.out)}"
+    copied = report.output_tensors - report.fused
+    yield (
+        f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out"
+        f" ({report.fused} fused, {copied} copied"
+        + (f", {report.already_fused} of them fused before)" if report.already_fused else ")")
+    )
+    yield files_line(report)
+    yield from left_out_lines(report.left_out, verbose=verbose)
