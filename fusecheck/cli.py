@@ -16,7 +16,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from fusecheck import __version__
-from fusecheck.durable import replace_file
 from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, UsageError
 from fusecheck.render import Screen, discard, error_fields, prepare_streams, to_json
 from fusecheck.signals import ignore_signals, signals_as_exceptions
@@ -282,6 +281,8 @@ def bench(
 
 def _write_report(path: str, page: str, *, failed: bool = False) -> None:
     """Write a page; where that fails, a run that found a difference still says so by its exit code."""
+    from fusecheck.durable import replace_file  # noqa: PLC0415
+
     sys.stdout.flush()  # the page may go to stdout too
     try:
         replace_file(Path(path), page.encode())

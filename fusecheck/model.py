@@ -16,7 +16,7 @@ from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint
 from fusecheck.forms import PLAIN, WEIGHTS
 from fusecheck.group import FusedTensor, Group, survey_slot
 from fusecheck.header import TensorInfo
-from fusecheck.mapping import HEADS, PREFIXES, QKV, WRAPPERS, Packing, split_module
+from fusecheck.mapping import HEADS, PREFIXES, WRAPPERS, Packing, split_module
 from fusecheck.slot import Linear, Peek, Slot
 from fusecheck.stack import stack_groups, stacked_tensors
 

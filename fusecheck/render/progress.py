@@ -1,4 +1,4 @@
-"""How far a run has come: a bar on a terminal, plain lines elsewhere."""
+"""How far a run has come: plain lines for logs; the bar of a terminal is rich's."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.text import Text
 
 Phase: TypeAlias = "Callable[[str], Callable[[int, int], None] | None]"
 """What is being done -> a callback for (bytes done, bytes in total), or None where nothing is to be shown."""
@@ -26,29 +15,10 @@ _LINE_SECONDS = 30.0
 _LINE_SHARE = 0.1
 
 
-def bar_on(console: Console, *, steps: bool) -> Progress:
-    """A bar that is gone once it is done; it counts bytes, or `steps`."""
-    counted = (MofNCompleteColumn(),) if steps else (DownloadColumn(), TransferSpeedColumn())
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        *counted,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-
-
-def task_on(bar: Progress, doing: str) -> Callable[[int, int], None]:
-    """One line of the bar, which shows from its first update on."""
-    task = bar.add_task(doing, total=None, visible=False)
-    return lambda done, total: bar.update(task, completed=done, total=total, visible=True)
-
-
 class Lines:
     """Progress as plain lines."""
 
-    def __init__(self, doing: str, tell: Callable[[Text], None], *, steps: bool = False) -> None:
+    def __init__(self, doing: str, tell: Callable[[str], None], *, steps: bool = False) -> None:
         self._steps = steps
         self._doing = doing
         self._tell = tell
@@ -62,5 +32,5 @@ class Lines:
             rate = done / (now - self._began) if now > self._began else 0.0
             line = f"{self._doing}: {share:.0%}, {decimal(done)} of {decimal(total)}, {decimal(int(rate))}/s"
             line = f"{self._doing}: {done} of {total}" if self._steps else line
-            self._tell(Text(line))
+            self._tell(line)
             self._last, self._share = now, share

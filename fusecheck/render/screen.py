@@ -6,20 +6,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
-
-from rich.text import Text
 
 from fusecheck.engines.table import engines_line
 from fusecheck.errors import FusecheckError, printable
-from fusecheck.render.bench import bench_lines, bench_table
 from fusecheck.render.document import to_json
 from fusecheck.render.fuse import fuse_lines
-from fusecheck.render.inspect import engines_table, inspect_foot, inspect_head, inspect_table
-from fusecheck.render.progress import Lines, Phase, bar_on, task_on
-from fusecheck.render.streams import PipeConsole, discard
+from fusecheck.render.progress import Lines, Phase
+from fusecheck.render.streams import discard
 from fusecheck.render.unfuse import unfuse_lines
-from fusecheck.render.verify import verify_lines, verify_table
 
 if TYPE_CHECKING:
     from fusecheck.operations.bench import BenchReport
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
     from fusecheck.operations.inspect import InspectReport
     from fusecheck.operations.unfuse import UnfuseReport
     from fusecheck.operations.verify import VerifyReport
+    from fusecheck.render.terminal import PipeConsole
 
 
 class Screen:
@@ -36,8 +33,18 @@ class Screen:
         self.quiet = quiet
         self.verbose = verbose
         self._progress = progress and not quiet
-        self._out = PipeConsole(file=sys.stdout, highlight=False, soft_wrap=False)
-        self._err = PipeConsole(file=sys.stderr, highlight=False, soft_wrap=True)
+
+    @cached_property
+    def _out(self) -> PipeConsole:
+        from fusecheck.render.terminal import PipeConsole  # noqa: PLC0415 - a pipeline that prints no table pays nothing
+
+        return PipeConsole(file=sys.stdout, highlight=False, soft_wrap=False)
+
+    @cached_property
+    def _err(self) -> PipeConsole:
+        from fusecheck.render.terminal import PipeConsole  # noqa: PLC0415 - see _out
+
+        return PipeConsole(file=sys.stderr, highlight=False, soft_wrap=True)
 
     def result(self, text: str) -> None:
         """A line of plain text on stdout, never wrapped, never interpreted."""
@@ -61,13 +68,23 @@ class Screen:
         self._say("error", str(error), "bold red")
 
     def _say(self, label: str, text: str, style: str) -> None:
-        self._tell(Text.assemble((f"{label}: ", style), printable(text)))
+        if not sys.stderr.isatty() and not os.environ.get("FORCE_COLOR"):
+            self._tell(f"{label}: {printable(text)}")
+            return
+        from rich.text import Text  # noqa: PLC0415 - see _out
 
-    def _tell(self, line: Text) -> None:
         try:
-            self._err.print(line)
-        except OSError:  # a full stderr changes no result, and must not change the exit code when Python flushes it
+            self._err.print(Text.assemble((f"{label}: ", style), printable(text)))
+        except OSError:
             self._err.quiet = True
+            discard(sys.stderr.fileno())
+
+    def _tell(self, line: str) -> None:
+        """A plain line on stderr. A full one changes no result, nor the exit code when Python flushes it."""
+        try:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+        except OSError:
             discard(sys.stderr.fileno())
 
     @contextmanager
@@ -79,6 +96,8 @@ class Screen:
         if not self._progress:
             yield lambda _: None
         elif sys.stderr.isatty() and not self._err.is_dumb_terminal and not os.environ.get("CI"):
+            from fusecheck.render.terminal import bar_on, task_on  # noqa: PLC0415 - see _out
+
             with bar_on(self._err, steps=steps) as bar:
                 yield lambda doing: task_on(bar, doing)
         else:
@@ -106,6 +125,13 @@ class Screen:
 
     def inspect(self, report: InspectReport) -> None:
         """What is there: a table of layers on stdout, what fuse would do, which engines load what."""
+        from fusecheck.render.inspect import (  # noqa: PLC0415 - see _out
+            engines_table,
+            inspect_foot,
+            inspect_head,
+            inspect_table,
+        )
+
         self._warnings(report.warnings)
         for line in inspect_head(report):
             self.result(line)
@@ -117,6 +143,8 @@ class Screen:
 
     def verify(self, report: VerifyReport) -> None:
         """What verify found: a table on stdout, then the differences, then the verdict."""
+        from fusecheck.render.verify import verify_lines, verify_table  # noqa: PLC0415 - see _out
+
         self._warnings(report.warnings)
         for note in report.notes:
             self.note(note)
@@ -127,6 +155,8 @@ class Screen:
 
     def bench(self, report: BenchReport) -> None:
         """What bench measured: a table per projection on stdout, then the result in words."""
+        from fusecheck.render.bench import bench_lines, bench_table  # noqa: PLC0415 - see _out
+
         self._warnings(report.warnings)
         for note in report.notes:
             self.note(note)

@@ -5,17 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-from rich.console import Console
-
-
-class PipeConsole(Console):
-    """rich's console leaves with 1 when the reader of a pipe goes away, and 1 says NOT equal."""
-
-    def on_broken_pipe(self) -> None:
-        """Say nothing more, and leave the exit code alone."""
-        self.quiet = True
-        discard(self.file.fileno())
-
 
 def prepare_streams() -> None:
     """A terminal that cannot show a character gets an escape, not an exception; a closed stream swallows.

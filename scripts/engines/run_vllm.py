@@ -36,9 +36,7 @@ from vllm import LLM, SamplingParams  # type: ignore[import-not-found] # noqa: E
 from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found] # noqa: E402
 
 BEYOND = {
-    "kernels.linear.scaled_mm.cpu": {
-        "is_supported": ("CPUFp8BlockScaledMMKernel", "CPUFp8PerTensorScaledMMLinearKernel")
-    },
+    "kernels.linear.scaled_mm.cpu": {"is_supported": ("CPUFp8BlockScaledMMKernel",)},
     "layers.fused_moe.experts.cpu_moe": {"_supports_current_device": ("CPUExpertsFp8", "CPUExpertsInt4")},
 }
 """vLLM's own kernels that ask for AMX but are compiled, and right, for AVX512-BF16 too; the test and whose it is."""

@@ -39,7 +39,7 @@ def checked(row: dict[str, Any]) -> Iterator[str]:
         yield f"{start}{'neither':22}{loads}"
         for form, error in (("split", split), ("fused", fused)):
             yield f"    {form}: engine cannot run it here: {one_line(error) if error else 'but it does'}"
-        yield f"    needs {row['needs'] or 'nothing that is known'}"
+        yield f"    it needs {row['needs'] or 'nothing that is known'}"
 
 
 def damaged(row: dict[str, Any]) -> Iterator[str]:
