@@ -35,7 +35,7 @@ import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # type: ignore[import-not-found] # noqa: E402 - there is no vLLM in the dev venv
 from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found] # noqa: E402
 
-BEYOND = {
+BEYOND: dict[str, dict[str, tuple[str, ...]]] = {
     "kernels.linear.scaled_mm.cpu": {"is_supported": ("CPUFp8BlockScaledMMKernel",)},
     "layers.fused_moe.experts.cpu_moe": {"_supports_current_device": ("CPUExpertsFp8", "CPUExpertsInt4")},
 }

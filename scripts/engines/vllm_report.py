@@ -37,8 +37,9 @@ def checked(row: dict[str, Any]) -> Iterator[str]:
         yield f"    the engine runs the split form and refuses the fused one: {one_line(fused)}"
     else:
         yield f"{start}{'neither':22}{loads}"
-        for form, error in (("split", split), ("fused", fused)):
-            yield f"    {form}: engine cannot run it here: {one_line(error) if error else 'but it does'}"
+        what = "cannot run it here" if fused == split else "refuses it otherwise"
+        yield f"    split: engine cannot run it here: {one_line(split)}"
+        yield f"    fused: engine {what}: {one_line(fused or 'no, it runs')}"
         yield f"    it needs {row['needs'] or 'nothing that is known'}"
 
 
