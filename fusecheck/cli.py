@@ -61,6 +61,7 @@ class Experts(Enum):
 
     PER_EXPERT = "per-expert"
     STACKED = "stacked"
+    SPLIT = "split"
 
 
 def _bytes(size: str) -> int:
@@ -110,7 +111,9 @@ def fuse(
     experts: Annotated[
         Experts,
         typer.Option(
-            "--experts", metavar="FORM", help="per-expert: a gate_up_proj for each; stacked: all in two 3-D tensors."
+            "--experts",
+            metavar="FORM",
+            help="per-expert: a gate_up_proj for each; stacked: two 3-D tensors; split: untouched.",
         ),
     ] = Experts.PER_EXPERT,
     follow_links: FollowLinks = False,

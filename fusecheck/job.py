@@ -31,7 +31,7 @@ from fusecheck.manifest import (
     from_text,
     to_text,
 )
-from fusecheck.mapping import LAYOUT
+from fusecheck.mapping import LAYOUT, Experts
 from fusecheck.model import Model, survey
 from fusecheck.plan import (
     OutputTensor,
@@ -50,6 +50,7 @@ from fusecheck.reader import Reader
 from fusecheck.record import checksums_text, file_digest, same_weights, source_shards, tensor_entries
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
+from fusecheck.stack import halved_wrongly
 from fusecheck.standing import holds
 from fusecheck.target import Target, TargetOccupied, check_target, require_space
 
@@ -65,12 +66,11 @@ class Options:
     checksums: bool = False
     drop_tied_lm_head: bool = False
     keep_split: bool = False
-    experts: str | None = None
-    """`stacked`: all experts of an MLP in two 3-D tensors; None: one gate_up_proj for each."""
+    experts: Experts = "per-expert"
 
     def chosen(self) -> dict[str, object]:
         """Those that differ from the default."""
-        return {key: value for key, value in asdict(self).items() if value}
+        return {key: value for key, value in asdict(self).items() if value and value != "per-expert"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def decide(checkpoint: Checkpoint, options: Options) -> Job:
         checkpoint.config,
         checkpoint.peek,
         keep_split=options.keep_split,
-        stack_experts=options.experts == "stacked",
+        experts=options.experts,
     )
     dropped = _drop_head(checkpoint, model) if options.drop_tied_lm_head else {}
     outputs = [output for output in output_tensors(checkpoint.tensors, model) if output.name not in dropped]
@@ -111,6 +111,12 @@ def decide(checkpoint: Checkpoint, options: Options) -> Job:
     files.append(PlannedFile(CONFIG, _config_text(checkpoint, model), ()))
     files += side_files(checkpoint)
     warnings = [*checkpoint.warnings, *model.warnings]
+    odd = halved_wrongly(model.split)
+    if odd is not None:
+        warnings.append(
+            f"{odd.fused} is joined by {odd.join.value}: vLLM 0.32 halves every tensor of a fused expert along dim 0 and "
+            "refuses to load this one; --experts split leaves the experts as they are"
+        )
     warnings += [f"left split: {left.reason}" for left in model.left_split]
     if lost_keys:
         warnings.append(f"__metadata__ keys on which the shards disagree are dropped: {', '.join(lost_keys)}")

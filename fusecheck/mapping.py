@@ -17,6 +17,9 @@ ShardId = Literal["q", "k", "v", 0, 1, "w1", "w2", "w3"]
 w1, w3 and w2 are gate, up and down of one expert inside a stack of experts.
 """
 
+Experts = Literal["per-expert", "stacked", "split"]
+"""What becomes of the experts of a mixture: a gate_up_proj for each, all in two 3-D tensors, or left as they are."""
+
 Size = Literal["heads", "mlp", "expert", "shared", "stacked_up", "stacked_down"]
 """Which numbers of config.json give the rows of a packing's parts."""
 

@@ -16,9 +16,9 @@ from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint
 from fusecheck.forms import PLAIN, WEIGHTS
 from fusecheck.group import FusedTensor, Group, survey_slot
 from fusecheck.header import TensorInfo
-from fusecheck.mapping import HEADS, PREFIXES, WRAPPERS, Packing, split_module
+from fusecheck.mapping import HEADS, PREFIXES, WRAPPERS, Experts, Packing, split_module
 from fusecheck.slot import Linear, Peek, Slot
-from fusecheck.stack import stack_groups, stacked_tensors
+from fusecheck.stack import arrange_experts, stacked_tensors
 
 _LAYER = re.compile(r"(.*?)layers\.([^.]*)\.(.*)", re.DOTALL)
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
@@ -62,13 +62,13 @@ def survey(
     peek: Peek,
     *,
     keep_split: bool = False,
-    stack_experts: bool = False,
+    experts: Experts = "per-expert",
 ) -> Model:
     """Group and check all tensors. CheckpointError names file, tensor, found and wanted; nothing is repaired.
 
     `peek` gives the bytes of small tensors, of which one copy has to serve all parts. With `keep_split`, groups without a
-    lossless fused form are listed in `left_split` instead of raising NoFusedForm. With `stack_experts`, all experts of an
-    MLP make two groups, gate_up and down, instead of one each.
+    lossless fused form are listed in `left_split` instead of raising NoFusedForm. `experts` decides whether those make a
+    group each, two groups together (gate_up and down), or none.
     """
     if not tensors:
         raise CheckpointError("the checkpoint holds no tensor", file=f"model.safetensors, {CONFIG}")
@@ -103,7 +103,7 @@ def survey(
         warnings.append(f"{CONFIG} names code (auto_map): copied, never run")
     return Model(
         prefix,
-        stack_groups(tuple(split), tensors, config, prefix) if stack_experts else tuple(split),
+        arrange_experts(tuple(split), experts, tensors, config, prefix),
         tuple(fused),
         tuple(stacked),
         tuple(left_split),

@@ -14,7 +14,7 @@ from fusecheck.errors import NoFusedForm, UnsupportedCheckpoint
 from fusecheck.forms import Join
 from fusecheck.group import FusedTensor, Group, Part
 from fusecheck.header import TensorInfo
-from fusecheck.mapping import Packing, stacked_packings
+from fusecheck.mapping import Experts, Packing, stacked_packings
 
 
 def stacked_tensors(
@@ -29,14 +29,18 @@ def stacked_tensors(
             yield FusedTensor(tensor, packing, layer, Join.STACK, names)
 
 
-def stack_groups(
-    groups: tuple[Group, ...], tensors: Mapping[str, TensorInfo], config: ModelConfig, prefix: str
+def arrange_experts(
+    groups: tuple[Group, ...], experts: Experts, tensors: Mapping[str, TensorInfo], config: ModelConfig, prefix: str
 ) -> tuple[Group, ...]:
-    """The groups with those of single experts replaced by stacks. UnsupportedCheckpoint where the experts are quantised.
+    """The groups, with those of single experts kept, dropped or replaced by stacks (UnsupportedCheckpoint if quantised).
 
     Whoever calls has surveyed the model: every expert is there, and of the config's shape.
     """
+    if experts == "per-expert":
+        return groups
     kept = [group for group in groups if group.packing.size != "expert"]
+    if experts == "split":
+        return tuple(kept)
     single = [group for group in groups if group.packing.size == "expert"]
     odd = next((group for group in single if not group.fused.endswith(".weight") or group.join is not Join.ROWS), None)
     if odd is not None:
@@ -65,3 +69,8 @@ def _stack(packing: Packing, tensors: Mapping[str, TensorInfo], config: ModelCon
         )
     parts = tuple(Part(tensor, rows) for tensor, rows in zip(found, config.rows(packing), strict=True))
     return Group(f"{base}{packing.fused}", packing, layer, Join.STACK, parts, config.stacked_shape(packing))
+
+
+def halved_wrongly(groups: tuple[Group, ...]) -> Group | None:
+    """A group of one expert that vLLM cannot load: it halves every tensor of a fused expert along dim 0."""
+    return next((group for group in groups if group.packing.size == "expert" and group.join is not Join.ROWS), None)

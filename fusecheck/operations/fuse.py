@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from fusecheck.checkpoint import open_checkpoint
 from fusecheck.errors import UsageError
 from fusecheck.header import MAX_HEADER_BYTES
 from fusecheck.hub import Source, check_shard_size, resolve
 from fusecheck.job import Job, Options, Outcome, Progress, carry_out, compare_heads, decide, produce, stands_at
+from fusecheck.mapping import Experts
 from fusecheck.model import LeftSplit
 from fusecheck.sidefiles import LeftOut
 from fusecheck.target import Target, TargetOccupied, check_target
@@ -55,7 +56,7 @@ def fuse(
     checksums: bool = False,
     drop_tied_lm_head: bool = False,
     keep_split: bool = False,
-    experts: Literal["per-expert", "stacked"] = "per-expert",
+    experts: Experts = "per-expert",
     follow_links: bool = False,
     max_header_bytes: int = MAX_HEADER_BYTES,
     threads: int = DEFAULT_THREADS,
@@ -66,11 +67,9 @@ def fuse(
 
     OUT appears complete and durable, or not at all. Raises UsageError (exit 2), CheckpointError (3), SystemFailure (4).
     """
-    options = Options(
-        max_shard_size, checksums, drop_tied_lm_head, keep_split, "stacked" if experts == "stacked" else None
-    )
-    if experts not in {"per-expert", "stacked"}:
-        raise UsageError("--experts is neither per-expert nor stacked", found=experts)
+    options = Options(max_shard_size, checksums, drop_tied_lm_head, keep_split, experts)
+    if experts not in get_args(Experts):
+        raise UsageError("--experts has no such form", found=experts, wanted=", ".join(get_args(Experts)))
     if max_shard_size is not None:
         check_shard_size(max_shard_size)
     place = Path(out) if os.fspath(out) else Path()
