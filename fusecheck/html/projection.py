@@ -102,7 +102,7 @@ def _gauge(numeric: NumericResult) -> str:
         f'<text x="0" y="38">0</text><text x="{limit}" y="38" text-anchor="middle">the bound</text>'
     )
     drawing = svg("gauge", 42, "Largest error as a share of its bound", f"{words}; 1 is the bound", inner)
-    return f"<section><h4>error / bound <span>{words} at worst</span></h4>{drawing}</section>"
+    return f"<section><h4>numeric: error / bound <span>{words} at worst</span></h4>{drawing}</section>"
 
 
 def _histogram(numeric: NumericResult) -> str:
