@@ -85,7 +85,7 @@ def notes(out: Checkpoint, known: set[str], *, ours: bool) -> list[str]:
     """What is worth saying and no defect."""
     found = []
     if not ours:
-        found.append("there is no manifest that can be read, so OUT may be another writer's; its bytes are compared with the source")
+        found.append("no manifest can be read, so OUT may be another writer's; its bytes are compared with the source")
         given = out.index_metadata or {}
         wrong = [f"{key} {given[key]}" for key, right in totals(out.tensors).items() if given.get(key, right) != right]
         if wrong:

@@ -21,6 +21,7 @@ PINS = {
     "huggingface_hub": "1.3.7",  # litgpt wants < 1.4, transformers 5 wants >= 1.3
     "transformers": "5.0.0",
     "lightning": "2.6.6",
+    "requests": "2.34.2",  # litgpt imports it and does not say so
     "litgpt": "0.5.13",
     "mergekit": "0.1.5",
 }
@@ -140,7 +141,7 @@ def installed(folder: Path, peer: Peer) -> str:
         return ""
     constraints = folder / "peers-constraints.txt"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
-    return call([*pip(folder), "-c", str(constraints), f"{peer.package}=={PINS[peer.package]}"])
+    return call([*pip(folder), "-c", str(constraints), f"{peer.package}=={PINS[peer.package]}", "requests"])
 
 
 def command_of(peer: Peer, folder: Path, source: Path, name: str, out: Path, scratch: Path) -> list[str]:
