@@ -9,16 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from fusecheck import digest
 from fusecheck.exact import Finding, Slice
 from fusecheck.header import tensor_bytes
-from fusecheck.reader import Reader
+from fusecheck.reader import Progress, Reader
 
 BLOCK_BYTES = 1 << 20
 """Two blocks and what is hashed stay in a core's cache; half or twice as much was no faster."""
 
 THREADS = 2
 """Reads and hashes release the interpreter, comparing does not: a third thread gains nothing."""
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes compared, bytes in total), from any thread, one call at a time."""
 
 
 def compare_all(

@@ -46,16 +46,13 @@ from fusecheck.plan import (
 )
 from fusecheck.publish import TargetTaken, staging_folder
 from fusecheck.quantisation import MODULES, gptq_modules
-from fusecheck.reader import Reader
+from fusecheck.reader import Progress, Reader
 from fusecheck.record import checksums_text, file_digest, same_weights, source_shards, tensor_entries
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.stack import halved_wrongly
 from fusecheck.standing import holds
 from fusecheck.target import Target, TargetOccupied, check_target, require_space
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total), from any thread, one call at a time."""
 
 
 @dataclass(frozen=True, slots=True)

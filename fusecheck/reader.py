@@ -1,8 +1,12 @@
-"""Where bytes come from."""
+"""Where bytes come from, and how a run tells how far it has come with them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (done, in total), bytes unless said otherwise, from any thread, one call at a time."""
 
 
 class Reader(Protocol):

@@ -481,7 +481,7 @@ class Judge:
     """Holds both readers to the law, and counts verdicts."""
 
     folder: Path
-    library: Library
+    reference: Library
     counts: dict[str, int] = field(default_factory=dict)
 
     def complaint(self, blob: bytes) -> str | None:
@@ -492,7 +492,7 @@ class Judge:
             ours = read_by_us(path)
         except Exception as error:  # noqa: BLE001 - any other exception is what we look for
             return f"foreign exception {type(error).__name__}: {error}"
-        theirs = self.library.read(path)
+        theirs = self.reference.read(path)
         if isinstance(ours, CheckpointError):
             return self._refused(ours, theirs, blob)
         if isinstance(theirs, str):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from checkpoints import PACKINGS, Spec, fused, read_checkpoint, tensors, write_checkpoint, write_safetensors
 
-from fusecheck import __version__, cli
+from fusecheck import __version__
 
 SINGLE = "model.safetensors"
 RUN = "from fusecheck.cli import main\nmain()\n"
@@ -68,22 +68,6 @@ def run(
         stdout=options.get("stdout", subprocess.PIPE),
         stderr=options.get("stderr", subprocess.PIPE),
     )
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """fusecheck in this process: (exit code, stdout, stderr)."""
-    for name in ("FORCE_COLOR", "CI"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run_here(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fusecheck", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return (caught.value.code, *capsys.readouterr())
-
-    return run_here
 
 
 Call = Callable[..., tuple[int, str, str]]

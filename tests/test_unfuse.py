@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +42,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quantised import BLOCK, FAMILIES, KINDS, checkpoint
 
-from fusecheck import cli
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
 from fusecheck.files import Files
 from fusecheck.header import encode_header, metadata_orders
@@ -758,22 +756,6 @@ def put(node: Any, data: st.DataObject, value: object) -> None:  # noqa: ANN401 
 
 
 # ------------------------------------------------------------------------------------------------------ the command line
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """fusecheck in this process: (exit code, stdout, stderr)."""
-    for name in ("FORCE_COLOR", "CI"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run_here(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fusecheck", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        assert isinstance(caught.value.code, int)
-        return (caught.value.code, *capsys.readouterr())
-
-    return run_here
 
 
 Call = Callable[..., tuple[int, str, str]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +15,11 @@ import fusecheck
 from fusecheck.errors import FusecheckError, SystemFailure
 from fusecheck.hub.failure import failure
 from fusecheck.hub.patterns import SPARED, UNREAD
+from fusecheck.reader import Progress
 
 if TYPE_CHECKING:
     from huggingface_hub.utils.tqdm import tqdm
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes downloaded, bytes known so far), from any thread, one call at a time."""
 
 _STEP = 256 * 1024
 """Bytes of a download between two looks at whether to stop; the hub's own 10 MB times eight files last too long."""

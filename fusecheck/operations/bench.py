@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from fusecheck import __version__, digest
 from fusecheck.checkpoint import Checkpoint, open_checkpoint
@@ -24,13 +24,12 @@ from fusecheck.mapping import PACKINGS
 from fusecheck.measure.values import LoadBench, ProjectionBench
 from fusecheck.measure.words import summarise
 from fusecheck.model import survey
+from fusecheck.reader import Progress
 from fusecheck.source import is_recorded, recorded_folder, recorded_place
 
 if TYPE_CHECKING:
     import torch
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (steps done, steps in total)."""
 
 METHOD = (
     "separate and fused in turn, A B A B, after a warm-up; a sample is the mean of back-to-back calls",

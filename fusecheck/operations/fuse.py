@@ -13,9 +13,10 @@ from fusecheck.checkpoint import open_checkpoint
 from fusecheck.errors import UsageError
 from fusecheck.header import MAX_HEADER_BYTES
 from fusecheck.hub import Source, check_shard_size, resolve
-from fusecheck.job import Job, Options, Outcome, Progress, carry_out, compare_heads, decide, produce, stands_at
+from fusecheck.job import Job, Options, Outcome, carry_out, compare_heads, decide, produce, stands_at
 from fusecheck.mapping import Experts
 from fusecheck.model import LeftSplit
+from fusecheck.reader import Progress
 from fusecheck.sidefiles import LeftOut
 from fusecheck.target import Target, TargetOccupied, check_target
 

@@ -16,12 +16,13 @@ from fusecheck import __version__, digest
 from fusecheck.beside import check_alone, check_config, check_side_files, notes
 from fusecheck.case import Case, open_source, read_out
 from fusecheck.checkpoint import Checkpoint
-from fusecheck.compare import Progress, compare_all
+from fusecheck.compare import compare_all
 from fusecheck.config import CONFIG
 from fusecheck.errors import SystemFailure, UsageError, shown
 from fusecheck.exact import Finding, Slice, pair
 from fusecheck.manifest import Manifest
 from fusecheck.manifest_check import check_manifest, check_unopened, slices_of
+from fusecheck.reader import Progress
 from fusecheck.verdicts import ProjectionCheck
 
 if TYPE_CHECKING:
