@@ -8,7 +8,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
+from struct import Struct
 
 from fusecheck.digest import Hasher, digest_of, hasher
 from fusecheck.errors import SystemFailure, UsageError
@@ -20,6 +23,9 @@ BLOCK_BYTES = 1 << 20
 
 WRITEBACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin; smaller files are not preallocated either."""
+
+MAX_ROWS = 4096
+"""Rows that are taken apart at once, where they do not follow one another."""
 
 OnBytes = Callable[[int], None]
 """Progress: bytes written since the last call. Called from worker threads, one at a time."""
@@ -79,11 +85,8 @@ class _Run:
 
     def _queue(self) -> Iterator[tuple[int, int, Strip, int]]:
         """(file, slot, strip, offset in the file); the head of a file is its first strip."""
-        for number, file in enumerate(self._files):
-            at = 0
-            for slot, strip in enumerate((Constant(file.head), *file.strips)):
-                yield number, slot, strip, at
-                at += strip_bytes(strip)
+        for _, lane in groupby(enumerate(self._files), key=lambda item: item[1].lane or item[0]):
+            yield from _in_turn([_slots(number, file) for number, file in lane])
 
     def work(self) -> None:
         """Take jobs until there are none left or the run stops."""
@@ -118,39 +121,42 @@ class _Run:
         """Some rows at a time: read each block's, put them side by side, write. Reads are batched, whatever the stride."""
         states = [hasher() for _ in blocks]
         width = sum(block.row_bytes for block in blocks)
+        plain = len(blocks) == 1 and blocks[0].stride == width
         batch = max(1, BLOCK_BYTES // max(width, *(block.stride for block in blocks)))
+        batch = batch if plain else min(batch, MAX_ROWS)
         for row in range(0, blocks[0].rows, batch):
             if self.stop.is_set():
                 break
             count = min(batch, blocks[0].rows - row)
-            out = buffers.out(count * width)
-            column = 0
-            for block, state in zip(blocks, states, strict=True):
-                self._gather(block, row, out[column:], width, count, state, buffers)
-                column += block.row_bytes
+            if plain:
+                out = self._span(blocks[0], row, count, buffers)
+                states[0].update(out)
+            else:
+                out = self._gather(blocks, row, count, states, buffers)
             _write(descriptor, out, at + row * width)
             _begin_writeback(descriptor, at + row * width, len(out))
             self._tell(len(out))
         return tuple(state.hexdigest() for state in states)
 
     def _gather(
-        self, block: Block, row: int, out: memoryview, width: int, count: int, state: Hasher, buffers: _Buffers
-    ) -> None:
-        """Read `count` rows of one block to where they belong in `out`, whose rows are `width` bytes apart; digest them."""
-        start, size = block.offset + row * block.stride, block.row_bytes
-        if block.stride == size == width:
-            self._reader.read_into(block.file, start, out)
-            state.update(out)
-            return
-        span = buffers.span((count - 1) * block.stride + size)
-        self._reader.read_into(block.file, start, span)
-        for number in range(count):
-            out[number * width : number * width + size] = span[number * block.stride : number * block.stride + size]
-        if block.stride == size:
-            state.update(span)
-        else:
-            for number in range(count):
-                state.update(span[number * block.stride : number * block.stride + size])
+        self, blocks: tuple[Block, ...], row: int, count: int, states: list[Hasher], buffers: _Buffers
+    ) -> memoryview:
+        """`count` rows of every block, side by side; digest each block's."""
+        columns = []
+        for block, state in zip(blocks, states, strict=True):
+            span = self._span(block, row, count, buffers)
+            columns.append(_rows(block.row_bytes, block.stride - block.row_bytes, count).unpack(span))
+            joined = span if block.stride == block.row_bytes else memoryview(b"".join(columns[-1]))
+            state.update(joined)
+        if len(blocks) == 1:
+            return joined
+        return memoryview(b"".join(chain.from_iterable(zip(*columns, strict=True))))
+
+    def _span(self, block: Block, row: int, count: int, buffers: _Buffers) -> memoryview:
+        """Read `count` rows of a block and what lies between them."""
+        span = buffers.span((count - 1) * block.stride + block.row_bytes)
+        self._reader.read_into(block.file, block.offset + row * block.stride, span)
+        return span
 
     def _descriptor(self, number: int) -> int:
         with self._lock:
@@ -189,22 +195,33 @@ class _Run:
 
 
 class _Buffers:
-    """The two buffers of one worker; they grow for a row that is longer than a block, and are used again."""
+    """The buffer of one worker; it grows for a row that is longer than a block, and is used again."""
 
     def __init__(self) -> None:
-        self._out = self._span = bytearray()
-
-    def out(self, size: int) -> memoryview:
-        """Where rows are put together before they are written."""
-        if len(self._out) < size:
-            self._out = bytearray(max(size, BLOCK_BYTES))
-        return memoryview(self._out)[:size]
+        self._span = bytearray()
 
     def span(self, size: int) -> memoryview:
-        """Where a block's rows are read to."""
+        """Where rows are read to."""
         if len(self._span) < size:
             self._span = bytearray(max(size, BLOCK_BYTES))
         return memoryview(self._span)[:size]
+
+
+def _slots(number: int, file: PlannedFile) -> Iterator[tuple[int, int, Strip, int]]:
+    at = 0
+    for slot, strip in enumerate((Constant(file.head), *file.strips)):
+        yield number, slot, strip, at
+        at += strip_bytes(strip)
+
+
+def _in_turn(files: list[Iterator[tuple[int, int, Strip, int]]]) -> Iterator[tuple[int, int, Strip, int]]:
+    return (job for slot in zip_longest(*files) for job in slot if job is not None)
+
+
+@lru_cache(maxsize=8)
+def _rows(size: int, gap: int, count: int) -> Struct:
+    """Takes rows apart in one call: a slice for each would cost more than its bytes."""
+    return Struct(f"{size}s{gap}x" * (count - 1) + f"{size}s")
 
 
 def _preallocate(descriptor: int, size: int) -> None:

@@ -69,6 +69,8 @@ class PlannedFile:
     path: str
     head: bytes
     strips: tuple[Strip, ...]
+    lane: str | None = None
+    """Neighbouring files of one lane are written strip by strip in turn: what they all read is then read while it is warm."""
 
     @property
     def size(self) -> int:
@@ -162,6 +164,27 @@ def split_tensors(
     return outputs
 
 
+def split_view(
+    tensors: Mapping[str, TensorInfo], fused: Iterable[FusedTensor], config: ModelConfig
+) -> dict[str, TensorInfo]:
+    """Every tensor of the split form, where its bytes stand: a part that was joined by rows is a range of the whole.
+
+    UnsupportedCheckpoint for parts that were joined otherwise, whose bytes do not follow one another.
+    """
+    view = {}
+    for output in split_tensors(tensors, fused, config):
+        (strip,) = output.strips
+        if isinstance(strip, Constant) or strip[0].stride != 1:
+            raise UnsupportedCheckpoint(
+                "its parts are no ranges of its bytes", file=output.source.shard, tensor=output.source.name
+            )
+        start = strip[0].offset
+        view[output.name] = TensorInfo(
+            output.name, output.dtype, output.shape, strip[0].file, start, start + output.nbytes
+        )
+    return view
+
+
 def _parts(whole: FusedTensor, config: ModelConfig) -> Iterator[OutputTensor]:
     """The parts of one fused tensor. Along dim 0 each is a range of its bytes, along dim 1 one strided block."""
     tensor, axis = whole.tensor, {Join.ROWS: 0, Join.COLUMNS: 1}.get(whole.join)
@@ -238,13 +261,15 @@ def shard_name(number: int, total: int) -> str:
     return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def plan_shard(name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str] | None) -> PlannedShard:
+def plan_shard(
+    name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str] | None, lane: str | None = None
+) -> PlannedShard:
     """One shard as safetensors writes it. `metadata` None: it has no `__metadata__`."""
     by_name = {output.name: output for output in group}
     ordered = [by_name[name] for name, _ in canonical_order((output.name, output.dtype) for output in group)]
     head = encode_header(((o.name, o.dtype, o.shape, o.nbytes) for o in ordered), metadata)
     strips = tuple(strip for output in ordered for strip in output.strips)
-    return PlannedShard(tuple(ordered), PlannedFile(name, head, strips))
+    return PlannedShard(tuple(ordered), PlannedFile(name, head, strips, lane))
 
 
 def merge_metadata(sources: Sequence[Mapping[str, str] | None], version: str) -> tuple[dict[str, str], tuple[str, ...]]:

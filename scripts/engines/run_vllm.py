@@ -46,13 +46,18 @@ def pass_over_amx() -> list[str]:
     """Let vLLM choose the kernels of BEYOND where it asks for AMX in vain; their names."""
     if torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 - as vLLM does
         return []
-    for place, tests in BEYOND.items():
+    let_choose(BEYOND)
+    return [kernel for tests in BEYOND.values() for kernels in tests.values() for kernel in kernels]
+
+
+def let_choose(kernels_by_place: dict[str, dict[str, tuple[str, ...]]]) -> None:
+    """Answer the kernels' own tests for them: yes."""
+    for place, tests in kernels_by_place.items():
         module = importlib.import_module(f"vllm.model_executor.{place}")
         for test, kernels in tests.items():
             answer = (True, None) if test == "is_supported" else True
             for kernel in kernels:
                 setattr(getattr(module, kernel), test, staticmethod(lambda *_, answer=answer: answer))
-    return [kernel for tests in BEYOND.values() for kernels in tests.values() for kernel in kernels]
 
 
 def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
