@@ -116,6 +116,18 @@ def fuse(
             help="per-expert: a gate_up_proj for each; stacked: two 3-D tensors; split: untouched.",
         ),
     ] = Experts.PER_EXPERT,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target", metavar="LAYOUT", help="vllm-sharded: a file for each rank, for --load-format sharded_state."
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="T", help="Ranks (tensor parallel size) of --target.")
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", metavar="LIST", help="Write these ranks alone, such as 0,1.")
+    ] = None,
     follow_links: FollowLinks = False,
     max_header_size: MaxHeaderSize = "16MiB",
     threads: Threads = 2,
@@ -144,6 +156,9 @@ def fuse(
             drop_tied_lm_head=drop_tied_lm_head,
             keep_split=keep_split,
             experts=experts.value,
+            target=target,
+            tp=tp,
+            ranks=ranks,
             follow_links=follow_links,
             max_header_bytes=_bytes(max_header_size),
             threads=threads,

@@ -16,7 +16,7 @@ from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG
 from fusecheck.digest import digest_over
 from fusecheck.durable import write_file
-from fusecheck.errors import CheckpointError, FusecheckError
+from fusecheck.errors import CheckpointError, FusecheckError, UsageError
 from fusecheck.execute import Written, execute
 from fusecheck.files import same_bytes
 from fusecheck.header import strict_json
@@ -44,10 +44,12 @@ from fusecheck.plan import (
     plan_shards,
     whole_file,
 )
+from fusecheck.presharding import RankFiles, rank_files, rank_warnings, ranks_entry, wanted_ranks
 from fusecheck.publish import TargetTaken, staging_folder
 from fusecheck.quantisation import MODULES, gptq_modules
 from fusecheck.reader import Progress, Reader
-from fusecheck.record import checksums_text, file_digest, same_weights, source_shards, tensor_entries
+from fusecheck.record import checksums_text, file_digest, piece_digests, same_weights, source_shards, tensor_entries
+from fusecheck.sharding import Ranks
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.stack import halved_wrongly
@@ -64,6 +66,20 @@ class Options:
     drop_tied_lm_head: bool = False
     keep_split: bool = False
     experts: Experts = "per-expert"
+    target: str | None = None
+    tp: int | None = None
+    ranks: str | None = None
+
+    @property
+    def wanted_ranks(self) -> Ranks | None:
+        """What `--target`, `--tp` and `--ranks` ask for. UsageError where options contradict each other."""
+        found = wanted_ranks(self.target, self.tp, self.ranks)
+        beside = {"--keep-split": self.keep_split, "--drop-tied-lm-head": self.drop_tied_lm_head}
+        beside["--experts"] = self.experts != "per-expert"
+        odd = next((flag for flag, given in beside.items() if given), None)
+        if found is not None and odd is not None:
+            raise UsageError(f"{odd} decides nothing where --target says what is written")
+        return found
 
     def chosen(self) -> dict[str, object]:
         """Those that differ from the default."""
@@ -82,6 +98,8 @@ class Job:
     metadata: dict[str, str]
     files: tuple[PlannedFile, ...]
     warnings: tuple[str, ...]
+    ranks: Ranks | None = None
+    rank_files: RankFiles | None = None
 
     @property
     def size(self) -> int:
@@ -91,6 +109,9 @@ class Job:
 
 def decide(checkpoint: Checkpoint, options: Options) -> Job:
     """Survey, plan, lay out. CheckpointError where the checkpoint cannot be fused as it is asked."""
+    ranks = options.wanted_ranks
+    if ranks is not None:
+        return _decide_ranks(checkpoint, options, ranks)
     model = survey(
         checkpoint.tensors,
         checkpoint.config,
@@ -105,8 +126,7 @@ def decide(checkpoint: Checkpoint, options: Options) -> Job:
     files = [shard.file for shard in shards]
     if len(shards) > 1:
         files.append(PlannedFile(INDEX, index_text(shards, checkpoint.index_metadata), ()))
-    files.append(PlannedFile(CONFIG, _config_text(checkpoint, model), ()))
-    files += side_files(checkpoint)
+    files += [PlannedFile(CONFIG, _config_text(checkpoint, model), ()), *side_files(checkpoint)]
     warnings = [*checkpoint.warnings, *model.warnings]
     odd = halved_wrongly(model.split)
     if odd is not None:
@@ -115,9 +135,22 @@ def decide(checkpoint: Checkpoint, options: Options) -> Job:
             "refuses to load this one; --experts split leaves the experts as they are"
         )
     warnings += [f"left split: {left.reason}" for left in model.left_split]
-    if lost_keys:
-        warnings.append(f"__metadata__ keys on which the shards disagree are dropped: {', '.join(lost_keys)}")
+    warnings += _lost(lost_keys)
     return Job(checkpoint, options, model, dropped, shards, metadata, tuple(files), tuple(warnings))
+
+
+def _decide_ranks(checkpoint: Checkpoint, options: Options, ranks: Ranks) -> Job:
+    """`--target`: a file for each rank, no index."""
+    model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek, experts="split")
+    cut = rank_files(checkpoint, model, ranks, options.max_shard_size)
+    files = [shard.file for shard in cut.shards]
+    files += [PlannedFile(CONFIG, checkpoint.config_text, ()), *side_files(checkpoint)]
+    warnings = (*checkpoint.warnings, *model.warnings, *rank_warnings(cut), *_lost(cut.lost_keys))
+    return Job(checkpoint, options, model, cut.dropped, cut.shards, cut.metadata, tuple(files), warnings, ranks, cut)
+
+
+def _lost(keys: tuple[str, ...]) -> list[str]:
+    return [f"__metadata__ keys on which the shards disagree are dropped: {', '.join(keys)}"] if keys else []
 
 
 def _grouping(outputs: Sequence[OutputTensor], options: Options) -> list[list[OutputTensor]]:
@@ -236,16 +269,22 @@ def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> M
     checkpoint = job.checkpoint
     made = {file.path: (file, digests) for file, digests in zip(job.files, written, strict=True)}
     tensors: dict[str, TensorEntry] = {}
+    pieces: dict[str, dict[str, tuple[str, ...]]] = {}
     files: dict[str, OutputFile] = {}
     for shard in job.shards:
         file, digests = made[shard.file.path]
-        entries = tensor_entries(checkpoint, shard.tensors, digests.strips)
-        tensors |= entries
-        files[file.path] = OutputFile(file.size, digests.head, digest_over(entry.digest for entry in entries.values()))
+        if job.ranks is None:
+            entries = tensor_entries(checkpoint, shard.tensors, digests.strips)
+            tensors |= entries
+            found = [entry.digest for entry in entries.values()]
+        else:
+            pieces[file.path] = piece_digests(shard.tensors, digests.strips)
+            found = [digest_over(own) for own in pieces[file.path].values()]
+        files[file.path] = OutputFile(file.size, digests.head, digest_over(found))
     edited = made[CONFIG][0].head != checkpoint.config_text
     return Manifest(
         fusecheck_version=fusecheck.__version__,
-        layout=LAYOUT,
+        layout=LAYOUT if job.ranks is None else job.ranks.declared,
         provenance=provenance,
         options=job.options.chosen(),
         source_shards=source_shards(checkpoint),
@@ -258,13 +297,14 @@ def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> M
         side_files={side.path: FileEntry(side.size, file_digest(made[side.path][1])) for side in checkpoint.side_files},
         metadata=job.metadata,
         config_original=checkpoint.config_text.decode() if edited else None,
+        ranks=ranks_entry(job.ranks, job.rank_files, pieces) if job.ranks and job.rank_files else None,
     )
 
 
 def compare_heads(job: Job, manifest: Manifest) -> tuple[str, ...]:
     """A tied model whose stored head differs from its embedding: engines use the one or the other."""
     head, embedding = job.model.head, job.model.embedding
-    if job.dropped or head is None or embedding is None or not job.checkpoint.config.tie_word_embeddings:
+    if job.ranks or job.dropped or head is None or embedding is None or not job.checkpoint.config.tie_word_embeddings:
         return ()
     one, other = job.checkpoint.tensors[head], job.checkpoint.tensors[embedding]
     if (one.dtype, manifest.tensors[head].digest) == (other.dtype, manifest.tensors[embedding].digest):

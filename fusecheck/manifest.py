@@ -96,6 +96,23 @@ class DroppedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksEntry:
+    """Where OUT is cut for the ranks of an engine: which, and what each file is made of."""
+
+    engine: str
+    versions: str
+    """Of the engine: its keys change from one to the next."""
+    tp: int
+    numbers: tuple[int, ...]
+    sources: Mapping[str, str]
+    """Split tensor -> the source shard in which its bytes stood."""
+    tensors: Mapping[str, Mapping[str, tuple[str, ...]]]
+    """File -> tensor -> the digest of each piece that it is made of, in order: shares, padding, constants."""
+    left_out: Mapping[str, str]
+    """Source tensor without a place in the layout, whose bytes OUT does not hold -> its source shard."""
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole of fusecheck.json."""
 
@@ -117,6 +134,8 @@ class Manifest:
     """`__metadata__` of every output shard."""
     config_original: str | None = None
     """The source's config.json, where OUT's gained GPTQ's list of quantised modules."""
+    ranks: RanksEntry | None = None
+    """Of `--target`; then `tensors` is empty."""
 
 
 def to_text(manifest: Manifest) -> bytes:
@@ -137,6 +156,7 @@ def to_text(manifest: Manifest) -> bytes:
         "side_files": {name: _fields(file) for name, file in manifest.side_files.items()},
         "metadata": dict(manifest.metadata),
         "config_original": manifest.config_original,
+        "ranks": None if manifest.ranks is None else _fields(manifest.ranks),
     }
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
@@ -211,7 +231,30 @@ def _manifest(value: dict[str, object]) -> Manifest:
         },
         metadata=_texts(_table(value, "metadata")),
         config_original=None if value["config_original"] is None else _text(value, "config_original"),
+        ranks=None if value["ranks"] is None else _ranks_entry(_table(value, "ranks")),
     )
+
+
+def _ranks_entry(value: dict[str, object]) -> RanksEntry:
+    numbers = value["numbers"]
+    if not isinstance(numbers, list) or any(type(rank) is not int for rank in numbers):
+        raise TypeError("numbers")
+    return RanksEntry(
+        engine=_text(value, "engine"),
+        versions=_text(value, "versions"),
+        tp=_count(value, "tp"),
+        numbers=tuple(numbers),
+        sources=_texts(_table(value, "sources")),
+        tensors={file: {name: _digests(row, name) for name in row} for file, row in _rows(value, "tensors")},
+        left_out=_texts(_table(value, "left_out")),
+    )
+
+
+def _digests(row: dict[str, object], name: str) -> tuple[str, ...]:
+    found = row[name]
+    if not isinstance(found, list) or not found:
+        raise TypeError(name)
+    return tuple(_digest({"digest": digest}, "digest") for digest in found)
 
 
 def _tensor_entry(row: dict[str, object]) -> TensorEntry:

@@ -272,7 +272,9 @@ def plan_shard(
     return PlannedShard(tuple(ordered), PlannedFile(name, head, strips, lane))
 
 
-def merge_metadata(sources: Sequence[Mapping[str, str] | None], version: str) -> tuple[dict[str, str], tuple[str, ...]]:
+def merge_metadata(
+    sources: Sequence[Mapping[str, str] | None], version: str, layout: str = LAYOUT
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """`__metadata__` of every output shard, and the keys that were dropped because the sources disagree on them.
 
     Kept: keys that all source shards have with one value. Added: `format: pt` where there is no format, and our own key,
@@ -282,7 +284,7 @@ def merge_metadata(sources: Sequence[Mapping[str, str] | None], version: str) ->
     keys = {key for source in maps for key in source} - {OWN_KEY}
     kept = {key: maps[0][key] for key in keys if all(key in m and m[key] == maps[0].get(key) for m in maps)}
     dropped = tuple(sorted(keys - kept.keys()))
-    own = json.dumps({"layout": LAYOUT, "version": version}, sort_keys=True)
+    own = json.dumps({"layout": layout, "version": version}, sort_keys=True)
     return {FORMAT_KEY: "pt", **kept, OWN_KEY: own}, dropped
 
 

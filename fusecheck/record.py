@@ -48,6 +48,16 @@ def tensor_entries(
     return entries
 
 
+def piece_digests(tensors: Sequence[OutputTensor], digests: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """What each tensor of a rank's file is made of; `digests` as above."""
+    entries, at = {}, 0
+    for tensor in tensors:
+        found = digests[at : at + len(tensor.strips)]
+        at += len(tensor.strips)
+        entries[tensor.name] = tuple(digest for strip in found for digest in strip)
+    return entries
+
+
 def _part_entries(checkpoint: Checkpoint, group: Group, digests: Sequence[str]) -> tuple[PartEntry, ...]:
     entries = []
     for number, part in enumerate(group.parts):

@@ -44,6 +44,10 @@ class FuseReport:
     side_files: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     warnings: tuple[str, ...]
+    target: str | None = None
+    tp: int | None = None
+    ranks: tuple[int, ...] = ()
+    """Those whose files were written, with a target."""
 
 
 def fuse(
@@ -58,6 +62,9 @@ def fuse(
     drop_tied_lm_head: bool = False,
     keep_split: bool = False,
     experts: Experts = "per-expert",
+    target: str | None = None,
+    tp: int | None = None,
+    ranks: str | None = None,
     follow_links: bool = False,
     max_header_bytes: int = MAX_HEADER_BYTES,
     threads: int = DEFAULT_THREADS,
@@ -66,9 +73,11 @@ def fuse(
 ) -> FuseReport:
     """Write the fused form of the checkpoint `source`, a folder or a hub id, to the folder `out`.
 
-    OUT appears complete and durable, or not at all. Raises UsageError (exit 2), CheckpointError (3), SystemFailure (4).
+    OUT appears complete and durable, or not at all. With a `target`, files for `tp` ranks of an engine are written instead,
+    or for those `ranks` ("0,1") alone. Raises UsageError (exit 2), CheckpointError (3), SystemFailure (4).
     """
-    options = Options(max_shard_size, checksums, drop_tied_lm_head, keep_split, experts)
+    options = Options(max_shard_size, checksums, drop_tied_lm_head, keep_split, experts, target, tp, ranks)
+    _ = options.wanted_ranks
     if experts not in get_args(Experts):
         raise UsageError("--experts has no such form", found=experts, wanted=", ".join(get_args(Experts)))
     if max_shard_size is not None:
@@ -97,14 +106,14 @@ def fuse(
 
 
 def _report(outcome: Outcome, source: Source, out: Path, job: Job) -> FuseReport:
-    written: Literal["fused", "copied"] = "fused" if job.model.split else "copied"
+    written: Literal["fused", "copied"] = "fused" if job.model.split or job.ranks else "copied"
     verdicts: dict[str, Literal["already_done", "would_fuse"]] = {"stands": "already_done", "would_write": "would_fuse"}
     return FuseReport(
         verdict=verdicts.get(outcome.kind, written),
         source=str(source.folder),
         out=str(out),
         layers=job.checkpoint.config.num_hidden_layers,
-        fused=len(job.model.split),
+        fused=len(job.model.split) if job.ranks is None else 0,
         already_fused=len(job.model.fused),
         left_split=job.model.left_split,
         source_tensors=len(job.checkpoint.tensors),
@@ -115,4 +124,7 @@ def _report(outcome: Outcome, source: Source, out: Path, job: Job) -> FuseReport
         side_files=tuple(side.path for side in job.checkpoint.side_files),
         left_out=job.checkpoint.left_out,
         warnings=(*job.warnings, *outcome.warnings),
+        target=job.options.target,
+        tp=job.options.tp,
+        ranks=job.ranks.numbers if job.ranks is not None else (),
     )

@@ -1,0 +1,267 @@
+"""A split checkpoint <-> what each rank of an engine holds of it, as planned tensors. Pure.
+
+The arithmetic is one rule: a share is one of n equal runs along one axis. It holds for weights, for their block scales and
+for biases alike, because the runs of a weight that has scales must end where blocks end.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fusecheck.config import CONFIG, ModelConfig
+from fusecheck.engines.vllm_sharded import Constant as Scalar
+from fusecheck.engines.vllm_sharded import Cut, Module, ShardedLayout, Stack
+from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
+from fusecheck.header import TensorInfo, tensor_bytes
+from fusecheck.model import Model
+from fusecheck.plan import Block, Constant, OutputTensor, Strip, contiguous
+
+HEAD = "lm_head"
+O_PROJ = "self_attn.o_proj"
+SUFFIXES = ("weight", "weight_scale_inv", "bias")
+"""Of the tensors of a stored Linear: plain, or FP8 with block scales."""
+FAMILIES = frozenset({"qwen3", "qwen3_moe", "qwen2", "llama", "mistral"})
+"""Model types whose layout is known; vision towers have one of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Which ranks of which size are wanted, in which layout."""
+
+    layout: ShardedLayout
+    tp: int
+    numbers: tuple[int, ...]
+
+    @property
+    def declared(self) -> str:
+        """What the output declares as its row layout."""
+        return f"{self.layout.engine} {self.layout.versions} sharded_state tp={self.tp}"
+
+
+def check_ranks(config: ModelConfig, ranks: Ranks) -> None:
+    """UnsupportedCheckpoint where the model cannot be cut into so many shares, or its layout is not known."""
+    if config.family.model_type not in FAMILIES:
+        raise UnsupportedCheckpoint(
+            f"sharded_state of {config.family.model_type} is not known", file=CONFIG, wanted=", ".join(sorted(FAMILIES))
+        )
+    quantisation = config.quantisation
+    if quantisation.method not in {"none", "fp8"} or (quantisation.method == "fp8" and quantisation.block is None):
+        raise UnsupportedCheckpoint(
+            f"sharded_state of {quantisation.method} weights is not known", file=CONFIG, wanted="plain or FP8 block"
+        )
+    tp, kv = ranks.tp, config.num_key_value_heads
+    sizes = {"num_attention_heads": config.num_attention_heads, "the padded vocabulary": padded(config, ranks.layout)}
+    sparse = [config.is_sparse(layer) for layer in range(config.num_hidden_layers)]
+    if not all(sparse):
+        sizes["intermediate_size"] = config.intermediate_size
+    if any(sparse):
+        sizes["moe_intermediate_size"] = config.moe_intermediate_size
+    odd = next((name for name, size in sizes.items() if size % tp), None)
+    if odd is not None:
+        raise UnsupportedCheckpoint(f"--tp {tp} does not divide {odd}", file=CONFIG, found=sizes[odd])
+    if kv % tp and tp % kv:
+        raise UnsupportedCheckpoint(
+            f"--tp {tp} neither divides num_key_value_heads nor is a multiple", file=CONFIG, found=kv
+        )
+
+
+def padded(config: ModelConfig, layout: ShardedLayout) -> int:
+    """Rows of the padded vocabulary."""
+    return -(-config.vocab_size // layout.vocab_padding) * layout.vocab_padding
+
+
+def share(cut: Cut, config: ModelConfig, rank: int, tp: int) -> tuple[int, int]:
+    """(i, n): a rank holds run i of n equal ones. QKVParallelLinear: fewer kv heads than ranks are replicated."""
+    if cut is Cut.WHOLE:
+        return 0, 1
+    heads = config.num_key_value_heads
+    if cut is Cut.KV_ROWS and heads < tp:
+        return rank * heads // tp, heads
+    return rank, tp
+
+
+def axis_of(cut: Cut, suffix: str) -> int | None:
+    """The axis that is cut; None for the bias of a Linear that is cut by columns, and for what is whole."""
+    if cut is Cut.COLUMNS:
+        return 1 if suffix != "bias" else None
+    return None if cut is Cut.WHOLE else 0
+
+
+# ------------------------------------------------------------------------------------------------ split -> ranks
+
+
+def rank_tensors(
+    view: Mapping[str, TensorInfo], model: Model, config: ModelConfig, ranks: Ranks
+) -> list[list[OutputTensor]]:
+    """What each wanted rank holds, in one order for all. `view` is the split form (`plan.split_view`).
+
+    CheckpointError for a tensor that has no place there: the engine would refuse an unknown key.
+    """
+    builder = _Builder(view, config, ranks)
+    builder.outside(model)
+    for layer in range(config.num_hidden_layers):
+        builder.layer(f"model.layers.{layer}.", f"{model.prefix}layers.{layer}.", sparse=config.is_sparse(layer))
+    spare = model.head if config.tie_word_embeddings else None
+    odd = next((name for name in view if name not in builder.used and name != spare), None)
+    if odd is not None:
+        raise UnsupportedCheckpoint(
+            f"has no place in {ranks.layout.engine}'s sharded_state", file=view[odd].shard, tensor=odd
+        )
+    return builder.ranks
+
+
+class _Builder:
+    """The tensors of all wanted ranks, as they come."""
+
+    def __init__(self, view: Mapping[str, TensorInfo], config: ModelConfig, ranks: Ranks) -> None:
+        self.ranks: list[list[OutputTensor]] = [[] for _ in ranks.numbers]
+        self.used: set[str] = set()
+        self._view, self._config, self._layout = view, config, ranks.layout
+        self._shares = {cut: [share(cut, config, rank, ranks.tp) for rank in ranks.numbers] for cut in Cut}
+
+    def outside(self, model: Model) -> None:
+        """Embedding, head, final norm."""
+        tied = self._config.tie_word_embeddings
+        head = (model.embedding or model.head) if tied else model.head
+        if head is None:
+            raise UnsupportedCheckpoint(
+                f"lm_head.weight is absent, and {self._layout.engine}'s sharded_state demands it", file=CONFIG
+            )
+        if not tied and model.embedding is not None:
+            self._vocabulary("model.embed_tokens.weight", self._take(model.embedding))
+        self._vocabulary(f"{HEAD}.weight", self._take(head))
+        self._add("model.norm.weight", [(self._take(f"{model.prefix}norm.weight"), Cut.WHOLE)], "weight")
+
+    def layer(self, base: str, source: str, *, sparse: bool) -> None:
+        """One decoder layer."""
+        for module in self._layout.layer:
+            for suffix in SUFFIXES:
+                self._module(base, source, module, suffix)
+        for stack in self._layout.experts if sparse else ():
+            for suffix in SUFFIXES:
+                self._stack(base, source, stack, suffix)
+        quantised = self._config.quantisation.method == "fp8"
+        near = self._view[f"{source}input_layernorm.weight"]
+        for scalar in (*self._layout.constants, *(self._layout.fp8_constants if quantised else ())):
+            dtype = scalar.dtype or near.dtype
+            made = OutputTensor(f"{base}{scalar.name}", dtype, (), near, (Constant(encoded(scalar, dtype)),))
+            for tensors in self.ranks:
+                tensors.append(made)
+
+    def _module(self, base: str, source: str, module: Module, suffix: str) -> None:
+        names = [f"{source}{part}.{suffix}" for part, _ in module.parts]
+        first = self._view.get(names[0])
+        if first is None:
+            return
+        family = self._config.family.model_type
+        if suffix == "bias" and module.name == O_PROJ and family not in self._layout.o_proj_bias:
+            raise UnsupportedCheckpoint(
+                f"{self._layout.engine} has no such bias in {family} and would leave it out",
+                file=first.shard,
+                tensor=first.name,
+            )
+        parts = [(self._take(name), cut) for name, (_, cut) in zip(names, module.parts, strict=True)]
+        self._add(f"{base}{module.name}.{suffix}", parts, suffix)
+
+    def _stack(self, base: str, source: str, stack: Stack, suffix: str) -> None:
+        first = self._view.get(f"{source}mlp.experts.0.{stack.parts[0][0]}.{suffix}")
+        if first is None:
+            return
+        parts = [
+            (self._take(f"{source}mlp.experts.{number}.{part}.{suffix}"), cut)
+            for number in range(self._config.num_experts)
+            for part, cut in stack.parts
+        ]
+        other = next((t for t, _ in parts if t.dtype != first.dtype or len(t.shape) != len(first.shape)), None)
+        if other is not None:
+            raise UnsupportedCheckpoint(
+                "experts of one layer are not stored alike",
+                file=other.shard,
+                tensor=other.name,
+                found=other.form,
+                wanted=f"{first.form}, as {first.name}",
+            )
+        self._add(f"{base}{stack.module}.{stack.prefix}{suffix}", parts, suffix, self._config.num_experts)
+
+    def _take(self, name: str) -> TensorInfo:
+        self.used.add(name)
+        tensor = self._view.get(name)
+        if tensor is None:
+            raise CheckpointError("a tensor that the layout needs is missing", file=CONFIG, tensor=name)
+        return tensor
+
+    def _add(self, name: str, parts: Sequence[tuple[TensorInfo, Cut]], suffix: str, experts: int | None = None) -> None:
+        """The shares of `parts` follow one another along dim 0; of experts, they then are one more dimension."""
+        first = parts[0][0]
+        shapes = [self._shape(tensor, cut, suffix) for tensor, cut in parts]
+        odd = next(
+            (t for (t, _), s in zip(parts, shapes, strict=True) if (t.dtype, s[1:]) != (first.dtype, shapes[0][1:])),
+            None,
+        )
+        if odd is not None:
+            raise CheckpointError("does not fit its neighbours", file=odd.shard, tensor=odd.name, found=odd.form)
+        rows = sum(shape[0] for shape in shapes)
+        shape = (rows, *shapes[0][1:]) if experts is None else (experts, rows // experts, *shapes[0][1:])
+        axes = [axis_of(cut, suffix) for _, cut in parts]
+        for number, tensors in enumerate(self.ranks):
+            strips = tuple(
+                (_block(tensor, axis, *self._shares[cut][number]),)
+                for (tensor, cut), axis in zip(parts, axes, strict=True)
+            )
+            tensors.append(OutputTensor(name, first.dtype, shape, first, strips))
+
+    def _shape(self, tensor: TensorInfo, cut: Cut, suffix: str) -> tuple[int, ...]:
+        """Shape of one share: whole rows, whole bytes, and where it has scales whole blocks."""
+        axis, (_, count) = axis_of(cut, suffix), self._shares[cut][0]
+        if axis is None:
+            return tensor.shape
+        length = tensor.shape[axis] if len(tensor.shape) > axis else 0
+        block = self._config.quantisation.block
+        scaled = suffix == "weight" and block is not None and f"{tensor.name}_scale_inv" in self._view
+        unit = block[axis] if scaled and block is not None else 1
+        shape = (*tensor.shape[:axis], length // count, *tensor.shape[axis + 1 :])
+        if length % count or length // count % unit or tensor_bytes(tensor.dtype, shape[1:]) is None:
+            raise UnsupportedCheckpoint(
+                f"cannot be cut into {count} equal runs" + (f" of whole blocks of {unit}" if scaled else ""),
+                file=tensor.shard,
+                tensor=tensor.name,
+                found=f"{length} along dim {axis}",
+            )
+        return shape
+
+    def _vocabulary(self, name: str, tensor: TensorInfo) -> None:
+        total = self._config.vocab_size
+        row = tensor.nbytes // total
+        for (number, count), tensors in zip(self._shares[Cut.VOCAB], self.ranks, strict=True):
+            rows = padded(self._config, self._layout) // count
+            start, stop = (min(total, rank * rows) for rank in (number, number + 1))
+            strips: list[Strip] = []
+            if stop > start:
+                strips.append((Block(tensor.shard, tensor.start + start * row, (stop - start) * row, 1, 1),))
+            if stop - start < rows:
+                strips.append(Constant(bytes((rows - (stop - start)) * row)))
+            tensors.append(OutputTensor(name, tensor.dtype, (rows, *tensor.shape[1:]), tensor, tuple(strips)))
+
+
+def _block(tensor: TensorInfo, axis: int | None, number: int, count: int) -> Block:
+    """Run `number` of `count` equal ones along an axis."""
+    if axis is None:
+        return contiguous(tensor)
+    if axis == 0:
+        size = tensor.nbytes // count
+        return Block(tensor.shard, tensor.start + number * size, size, 1, 1)
+    stride = tensor.nbytes // tensor.shape[0]
+    width = stride // count
+    return Block(tensor.shard, tensor.start + number * width, tensor.shape[0], width, stride)
+
+
+def encoded(scalar: Scalar, dtype: str) -> bytes:
+    """The bytes of a scalar. UnsupportedCheckpoint for a dtype that no model has."""
+    if dtype == "BF16":
+        return struct.pack("<f", scalar.value)[2:]
+    code = {"F32": "<f", "F16": "<e", "F64": "<d"}.get(dtype)
+    if code is None:
+        raise UnsupportedCheckpoint("the model's dtype is none of BF16, F16, F32, F64", file=CONFIG, found=dtype)
+    return struct.pack(code, scalar.value)
