@@ -37,7 +37,7 @@ class Ranks:
     @property
     def declared(self) -> str:
         """What the output declares as its row layout."""
-        return f"{self.layout.engine} {self.layout.versions} sharded_state tp={self.tp}"
+        return self.layout.declared(self.tp)
 
 
 def check_ranks(config: ModelConfig, ranks: Ranks) -> None:
