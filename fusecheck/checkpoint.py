@@ -93,14 +93,14 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES
+    folder: Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES, ranked: bool = False
 ) -> Checkpoint:
     """Read everything but the data of `folder` and check it.
 
     UsageError where there is no folder, CheckpointError where it is malformed or unsupported, SystemFailure where it
     cannot be read.
     """
-    found = open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes)
+    found = open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=ranked)
     try:
         _ = found.config
     except BaseException:

@@ -18,6 +18,7 @@ from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.mapping import GATE_UP, HEADS, PREFIXES, QKV, SHARED_EXPERT, Packing, expert_packing, split_module
 
 SCALES = "weight_scale_inv"
+NORM = "model.norm.weight"
 _STACKS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """All experts in one tensor of `mlp.experts` -> the parts of each."""
 Shape: TypeAlias = tuple[int, ...]
@@ -205,7 +206,7 @@ def outside(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
     head = next((name for name in HEADS if name in by_end), None)
     norm = next((name for name in by_end if name.endswith("norm.weight")), None)
     source = (embedding or head) if config.tie_word_embeddings else head
-    made = {"lm_head.weight": source, "model.norm.weight": norm}
+    made = {"lm_head.weight": source, NORM: norm}
     if not config.tie_word_embeddings:
         made["model.embed_tokens.weight"] = embedding
     return {target: name for target, name in made.items() if name is not None}
@@ -319,7 +320,7 @@ def _outside(
     """The final norm whole; of a vocabulary the rank's rows, and zeros after the last."""
     config, hidden = demand.config, demand.config.hidden_size
     whole = source.get(name) if source is not None else None
-    vocabulary = tensor.name != "model.norm.weight"
+    vocabulary = tensor.name != NORM
     shape = (config.vocab_size, hidden) if vocabulary else (hidden,)
     if whole is not None and (whole.dtype, whole.shape) != (tensor.dtype, shape):
         return []

@@ -99,6 +99,15 @@ def choose_shards(
     return sorted(chosen, key=natural_key)
 
 
+def cut_already(name: str) -> UnsupportedCheckpoint:
+    """Why a folder of rank files, such as `name`, cannot be fused."""
+    return UnsupportedCheckpoint(
+        "holds one rank's share: this folder is cut for tensor parallelism already",
+        file=name,
+        remedy="name the checkpoint that it was made from, or unfuse it first",
+    )
+
+
 def choose_rank_files(names: frozenset[str]) -> list[str]:
     """The files of a folder that is cut for ranks, by rank and part; empty where it is none."""
     if INDEX in names or SINGLE in names:
@@ -153,11 +162,7 @@ def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
         )
     ranked = sorted(filter(RANK_FILE.fullmatch, present))
     if ranked:
-        return UnsupportedCheckpoint(
-            "holds one rank's share: this folder is cut for tensor parallelism already",
-            file=ranked[0],
-            remedy="name the checkpoint that it was made from, or unfuse it first",
-        )
+        return cut_already(ranked[0])
     if present:
         return CheckpointError(
             f"has a name that no engine looks for, and there is no {INDEX}",
