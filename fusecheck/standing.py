@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path, PurePosixPath
 
@@ -11,7 +11,7 @@ from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import FusecheckError
 from fusecheck.execute import BLOCK_BYTES
 from fusecheck.files import Files
-from fusecheck.plan import Block, Constant, PlannedFile, Strip, strip_bytes
+from fusecheck.plan import Block, Constant, OutputTensor, PlannedFile, Strip, strip_bytes
 
 
 def holds(out: Path, files: Sequence[PlannedFile], *, beside: Iterable[str] = ()) -> bool:
@@ -66,6 +66,19 @@ def _same_data(file: PlannedFile, ours: Files, source: Files, known: Mapping[tup
             return False
         at = stop
     return True
+
+
+def same_pieces(tensors: Iterable[OutputTensor], recorded: Mapping[str, tuple[str, ...]], source: Files) -> bool:
+    """Whether every block of these tensors has the digest that was recorded for it."""
+    return all(recorded.get(tensor.name) == tuple(_piece_digests(tensor.strips, source)) for tensor in tensors)
+
+
+def _piece_digests(strips: Iterable[Strip], source: Files) -> Iterator[str]:
+    for strip in strips:
+        if isinstance(strip, Constant):
+            yield digest_of(strip.data)
+        else:
+            yield from (_digest((block,), source) for block in strip)
 
 
 def _digest(strip: Strip, files: Files) -> str:
