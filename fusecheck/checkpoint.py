@@ -121,7 +121,10 @@ def open_folder(folder: Path, *, follow_links: bool = False, max_header_bytes: i
 def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header_bytes: int) -> Checkpoint:
     warnings: list[str] = []
     index = read_index(files) if INDEX in names else None
-    chosen = choose_shards(files.root, names, index.weight_map if index else None, warnings)
+    listed = index.weight_map if index else None
+    metadata = index.metadata if index else None
+    del index  # its names are as large as those of the headers; of `listed` nothing is left in the end
+    chosen = choose_shards(files.root, names, listed, warnings)
     if CONFIG not in names:
         raise CheckpointError("is missing; no engine can serve the weights without it", file=CONFIG)
     files.add(CONFIG)
@@ -131,9 +134,9 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
     for name in chosen:
         shard, header = read_shard(files, name, max_header_bytes)
         shards.append(shard)
-        merge_tensors(tensors, header.tensors, index)
-    if index:
-        check_covered(index, tensors)
+        merge_tensors(tensors, header.tensors, listed)
+    if listed:
+        check_covered(listed)
     side_files, left_out = survey_side_files(files.root, frozenset((*chosen, CONFIG, INDEX)), follow_links=follow_links)
     for side_file in side_files:
         files.add(side_file.path)
@@ -145,7 +148,7 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
         files=files,
         shards=tuple(shards),
         tensors=tensors,
-        index_metadata=index.metadata if index else None,
+        index_metadata=metadata,
         config_text=config_text,
         side_files=side_files,
         left_out=left_out,
