@@ -114,8 +114,8 @@ def whole_file(path: str, size: int) -> PlannedFile:
 
 def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[OutputTensor]:
     """Every output tensor, in the order of the source; a fused one stands where its first part stood."""
-    first = {group.parts[0].tensor.name: group for group in model.split}
-    gone = {part.tensor.name for group in model.split for part in group.parts}
+    first = {group.tensors[0].name: group for group in model.split}
+    gone = {tensor.name for group in model.split for tensor in group.tensors}
     outputs = []
     for name, tensor in tensors.items():
         if name in first:
@@ -132,7 +132,7 @@ def copied(name: str, tensor: TensorInfo) -> OutputTensor:
 
 
 def _strips(group: Group) -> tuple[Strip, ...]:
-    sources = [part.tensor for part in group.parts]
+    sources = group.tensors
     match group.join:
         case Join.ROWS | Join.STACK:
             return tuple((contiguous(source),) for source in sources)

@@ -116,7 +116,7 @@ def _report(checkpoint: Checkpoint, path: str) -> InspectReport:
         reason=reason,
         split_groups=len(groups) if reason is None else _count(layers, "split"),
         fused_tensors=fused if reason is None else _count(layers, "fused"),
-        straddling=tuple(g.fused for g in groups if len({part.tensor.shard for part in g.parts}) > 1),
+        straddling=tuple(g.fused for g in groups if len({tensor.shard for tensor in g.tensors}) > 1),
         layers=layers,
         tensors=len(checkpoint.tensors),
         bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
