@@ -44,6 +44,32 @@ class Shard:
     metadata: Mapping[str, str] | None
 
 
+class Windows:
+    """Small reads, served from the last few stretches that were read: scalars of one file stand side by side."""
+
+    BYTES = 1 << 16
+    KEPT = 16
+
+    def __init__(self, files: Files, sizes: Mapping[str, int]) -> None:
+        self._files, self._sizes = files, sizes
+        self._kept: dict[str, tuple[int, bytes]] = {}
+
+    def read(self, shard: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of one weight file."""
+        begin, kept = self._kept.get(shard, (0, b""))
+        if begin <= start and stop <= begin + len(kept):
+            return kept[start - begin : stop - begin]
+        data = bytearray(min(max(self.BYTES, stop - start), self._sizes[shard] - start))
+        self._files.read_into(shard, start, memoryview(data))
+        kept = bytes(data)
+        if len(kept) <= self.BYTES:
+            self._kept.pop(shard, None)
+            self._kept[shard] = start, kept
+            if len(self._kept) > self.KEPT:
+                del self._kept[next(iter(self._kept))]
+        return kept[: stop - start]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder that was read and agrees with itself. `files` stays open until it is closed."""
@@ -77,9 +103,11 @@ class Checkpoint:
             raise UnsupportedCheckpoint(
                 "is too large to be compared before fusing", file=tensor.shard, tensor=tensor.name, found=tensor.form
             )
-        data = bytearray(tensor.nbytes)
-        self.files.read_into(tensor.shard, tensor.start, memoryview(data))
-        return bytes(data)
+        return self._windows.read(tensor.shard, tensor.start, tensor.stop)
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self.files, {shard.name: shard.size for shard in self.shards})
 
     def __enter__(self) -> Self:
         return self
