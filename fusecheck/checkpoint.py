@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from fusecheck import digest
+from fusecheck.collector import collector_paused
 from fusecheck.config import CONFIG, HF_QUANT_CONFIG, ModelConfig, parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UnsupportedCheckpoint, UsageError
 from fusecheck.files import MAX_JSON_BYTES, Files
@@ -140,7 +141,8 @@ def open_folder(folder: Path, *, follow_links: bool = False, max_header_bytes: i
     names = _list(folder)
     files = Files(folder)
     try:
-        return _read(files, names, follow_links=follow_links, max_header_bytes=max_header_bytes)
+        with collector_paused():
+            return _read(files, names, follow_links=follow_links, max_header_bytes=max_header_bytes)
     except BaseException:
         files.close()
         raise

@@ -278,5 +278,7 @@ def recorded_index(shards: Sequence[PlannedShard], metadata: Mapping[str, object
     around = json.dumps(index, indent=2, sort_keys=True) + "\n"
     # with indent, json takes its slow way through each entry; text in text is the same, whatever the metadata holds
     before, _, after = around.rpartition('    "": ""')
-    entries = ",\n".join([f"    {quoted(name)}: {quoted(weight_map[name])}" for name in sorted(weight_map)])
-    return f"{before}{entries}{after}".encode()
+    text, comma = bytearray(before.encode()), ",\n"
+    for number, name in enumerate(sorted(weight_map)):
+        text += f"{comma if number else ''}    {quoted(name)}: {quoted(weight_map[name])}".encode()
+    return bytes(text) + after.encode()
