@@ -311,7 +311,7 @@ def _recognised(
         if type(shape) is not list or type(offsets) is not list:
             return None
         (begin, end), (dtype, known, size) = offsets, forms[entry["dtype"], *shape]
-        return (dtype, known, begin, end) if end - begin == size and 0 <= begin and end <= _U64 else None
+        return (dtype, known, begin, end) if end - begin == size and begin >= 0 and end <= _U64 else None
     except (KeyError, TypeError, ValueError):  # not seen before; not numbers, not two of them
         return None
 
