@@ -281,4 +281,5 @@ def recorded_index(shards: Sequence[PlannedShard], metadata: Mapping[str, object
     text, comma = bytearray(before.encode()), ",\n"
     for number, name in enumerate(sorted(weight_map)):
         text += f"{comma if number else ''}    {quoted(name)}: {quoted(weight_map[name])}".encode()
-    return bytes(text) + after.encode()
+    text += after.encode()
+    return bytes(text)
