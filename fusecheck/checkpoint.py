@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from fusecheck import digest
+from fusecheck.collector import collector_paused
 from fusecheck.config import CONFIG, HF_QUANT_CONFIG, ModelConfig, parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UnsupportedCheckpoint, UsageError
 from fusecheck.files import MAX_JSON_BYTES, Files
@@ -42,6 +43,32 @@ class Shard:
     header_digest: str | None
     """None where digests cannot be made."""
     metadata: Mapping[str, str] | None
+
+
+class Windows:
+    """Small reads, served from the last few stretches that were read: scalars of one file stand side by side."""
+
+    BYTES = 1 << 16
+    KEPT = 16
+
+    def __init__(self, files: Files, sizes: Mapping[str, int]) -> None:
+        self._files, self._sizes = files, sizes
+        self._kept: dict[str, tuple[int, bytes]] = {}
+
+    def read(self, shard: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of one weight file."""
+        begin, kept = self._kept.get(shard, (0, b""))
+        if begin <= start and stop <= begin + len(kept):
+            return kept[start - begin : stop - begin]
+        data = bytearray(min(max(self.BYTES, stop - start), self._sizes[shard] - start))
+        self._files.read_into(shard, start, memoryview(data))
+        kept = bytes(data)
+        if len(kept) <= self.BYTES:
+            self._kept.pop(shard, None)
+            self._kept[shard] = start, kept
+            if len(self._kept) > self.KEPT:
+                del self._kept[next(iter(self._kept))]
+        return kept[: stop - start]
 
 
 @dataclass(frozen=True)
@@ -79,9 +106,11 @@ class Checkpoint:
             raise UnsupportedCheckpoint(
                 "is too large to be compared before fusing", file=tensor.shard, tensor=tensor.name, found=tensor.form
             )
-        data = bytearray(tensor.nbytes)
-        self.files.read_into(tensor.shard, tensor.start, memoryview(data))
-        return bytes(data)
+        return self._windows.read(tensor.shard, tensor.start, tensor.stop)
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self.files, {shard.name: shard.size for shard in self.shards})
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +149,8 @@ def open_folder(
     files = Files(folder)
     rank_files = choose_rank_files(names) if ranked else []
     try:
-        return _read(files, names, rank_files, follow_links=follow_links, max_header_bytes=max_header_bytes)
+        with collector_paused():
+            return _read(files, names, rank_files, follow_links=follow_links, max_header_bytes=max_header_bytes)
     except BaseException:
         files.close()
         raise
@@ -131,7 +161,10 @@ def _read(
 ) -> Checkpoint:
     warnings: list[str] = []
     index = read_index(files) if INDEX in names else None
-    chosen = rank_files or choose_shards(files.root, names, index.weight_map if index else None, warnings)
+    listed = index.weight_map if index else None
+    metadata = index.metadata if index else None
+    del index  # its names are as large as those of the headers; of `listed` nothing is left in the end
+    chosen = rank_files or choose_shards(files.root, names, listed, warnings)
     if CONFIG not in names:
         raise CheckpointError("is missing; no engine can serve the weights without it", file=CONFIG)
     files.add(CONFIG)
@@ -144,9 +177,9 @@ def _read(
         if rank_files:
             tensors |= {f"{name}/{tensor.name}": tensor for tensor in header.tensors}
         else:
-            merge_tensors(tensors, header.tensors, index)
-    if index:
-        check_covered(index, tensors)
+            merge_tensors(tensors, header.tensors, listed)
+    if listed:
+        check_covered(listed)
     side_files, left_out = survey_side_files(files.root, frozenset((*chosen, CONFIG, INDEX)), follow_links=follow_links)
     for side_file in side_files:
         files.add(side_file.path)
@@ -158,7 +191,7 @@ def _read(
         files=files,
         shards=tuple(shards),
         tensors=tensors,
-        index_metadata=index.metadata if index else None,
+        index_metadata=metadata,
         config_text=config_text,
         side_files=side_files,
         left_out=left_out,

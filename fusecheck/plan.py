@@ -7,7 +7,9 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
+from json.encoder import encode_basestring_ascii as quoted
+from typing import NamedTuple, TypeAlias
 
 from fusecheck.config import ModelConfig
 from fusecheck.errors import UnsupportedCheckpoint
@@ -20,8 +22,7 @@ from fusecheck.model import Model
 FORMAT_KEY = "format"
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """`rows` runs of `row_bytes` bytes in one source file, the first at `offset`, each `stride` bytes after the last."""
 
     file: str
@@ -54,7 +55,9 @@ Strip: TypeAlias = "tuple[Block, ...] | Constant"
 
 def strip_bytes(strip: Strip) -> int:
     """Bytes of output that a strip makes."""
-    return strip.nbytes if isinstance(strip, Constant) else sum(block.nbytes for block in strip)
+    if isinstance(strip, Constant):
+        return strip.nbytes
+    return sum([block.rows * block.row_bytes for block in strip])
 
 
 def contiguous(tensor: TensorInfo) -> Block:
@@ -62,7 +65,7 @@ def contiguous(tensor: TensorInfo) -> Block:
     return Block(tensor.shard, tensor.start, tensor.nbytes, 1, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedFile:
     """One output file: `head`, then the strips, one below the other. `path` is POSIX, relative to OUT."""
 
@@ -72,14 +75,13 @@ class PlannedFile:
     lane: str | None = None
     """Neighbouring files of one lane are written strip by strip in turn: what they all read is then read while it is warm."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of the whole file."""
         return len(self.head) + sum(map(strip_bytes, self.strips))
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """One tensor of the output: a vertical stack of strips.
 
     Tensors are row-major: parts joined along dim 0 are strips of one block each, whose bytes follow one another; parts
@@ -97,7 +99,7 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return sum(map(strip_bytes, self.strips))
+        return tensor_bytes(self.dtype, self.shape) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,12 @@ def whole_file(path: str, size: int) -> PlannedFile:
 
 def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[OutputTensor]:
     """Every output tensor, in the order of the source; a fused one stands where its first part stood."""
-    first = {group.parts[0].tensor.name: group for group in model.split}
-    gone = {part.tensor.name for group in model.split for part in group.parts}
+    first = {group.tensors[0].name: group for group in model.split}
+    gone = {tensor.name for group in model.split for tensor in group.tensors}
     outputs = []
     for name, tensor in tensors.items():
-        if name in first:
-            group = first[name]
+        group = first.get(name)
+        if group is not None:
             outputs.append(OutputTensor(group.fused, group.dtype, group.shape, tensor, _strips(group), group))
         elif name not in gone:
             outputs.append(copied(name, tensor))
@@ -134,10 +136,10 @@ def copied(name: str, tensor: TensorInfo) -> OutputTensor:
 
 
 def _strips(group: Group) -> tuple[Strip, ...]:
-    sources = [part.tensor for part in group.parts]
+    sources = group.tensors
     match group.join:
         case Join.ROWS | Join.STACK:
-            return tuple((contiguous(source),) for source in sources)
+            return tuple([(contiguous(source),) for source in sources])
         case Join.COLUMNS:
             rows = sources[0].shape[0]
             widths = [source.nbytes // rows for source in sources]
@@ -268,7 +270,7 @@ def plan_shard(
     by_name = {output.name: output for output in group}
     ordered = [by_name[name] for name, _ in canonical_order((output.name, output.dtype) for output in group)]
     head = encode_header(((o.name, o.dtype, o.shape, o.nbytes) for o in ordered), metadata)
-    strips = tuple(strip for output in ordered for strip in output.strips)
+    strips = tuple([strip for output in ordered for strip in output.strips])
     return PlannedShard(tuple(ordered), PlannedFile(name, head, strips, lane))
 
 
@@ -299,5 +301,12 @@ def index_text(shards: Sequence[PlannedShard], metadata: Mapping[str, object] | 
 def recorded_index(shards: Sequence[PlannedShard], metadata: Mapping[str, object]) -> bytes:
     """model.safetensors.index.json with this very metadata, in the form in which the hub's writers give it."""
     weight_map = {tensor.name: shard.file.path for shard in shards for tensor in shard.tensors}
-    index = {"metadata": dict(metadata), "weight_map": weight_map}
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    index = {"metadata": dict(metadata), "weight_map": {"": ""}}
+    around = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    # with indent, json takes its slow way through each entry; text in text is the same, whatever the metadata holds
+    before, _, after = around.rpartition('    "": ""')
+    text, comma = bytearray(before.encode()), ",\n"
+    for number, name in enumerate(sorted(weight_map)):
+        text += f"{comma if number else ''}    {quoted(name)}: {quoted(weight_map[name])}".encode()
+    text += after.encode()
+    return bytes(text)

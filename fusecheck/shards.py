@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,13 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors", re.ASC
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A model.safetensors.index.json: its metadata ({} where it has none) and tensor name -> shard."""
+    """A model.safetensors.index.json: its metadata ({} where it has none) and tensor name -> shard.
+
+    Whoever reads the shards strikes off what is found.
+    """
 
     metadata: Mapping[str, object]
-    weight_map: Mapping[str, str]
+    weight_map: dict[str, str]
 
 
 def read_index(files: Files) -> Index:
@@ -46,8 +50,10 @@ def read_index(files: Files) -> Index:
     metadata = value.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise CheckpointError("metadata is no object", file=INDEX, found=type(metadata).__name__)
+    plain = {shard for shard in weight_map.values() if isinstance(shard, str)}
+    plain = {sys.intern(shard) for shard in plain if SHARD_NAME.fullmatch(shard)}
     for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
+        if not isinstance(shard, str) or shard not in plain:
             raise CheckpointError(
                 "names a shard that is no plain safetensors file name",
                 file=INDEX,
@@ -55,6 +61,7 @@ def read_index(files: Files) -> Index:
                 found=shard,
                 wanted="a file beside the index, such as model-00001-of-00002.safetensors",
             )
+        weight_map[tensor] = sys.intern(shard)
     return Index(metadata or {}, weight_map)
 
 
@@ -179,29 +186,27 @@ def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
     return CheckpointError("no weights in this folder", file=SINGLE, wanted=f"{SINGLE}, or shards and {INDEX}")
 
 
-def merge_tensors(tensors: dict[str, TensorInfo], found: Iterable[TensorInfo], index: Index | None) -> None:
-    """Add the tensors of one shard; CheckpointError where one is there already, or the index says otherwise."""
+def merge_tensors(tensors: dict[str, TensorInfo], found: Iterable[TensorInfo], listed: dict[str, str] | None) -> None:
+    """Add the tensors of one shard, and strike them off what the index lists (None: there is no index).
+
+    CheckpointError where one is there already, or the index says otherwise.
+    """
     for tensor in found:
-        twin = tensors.get(tensor.name)
+        name, shard = tensor.name, tensor.shard
+        twin = tensors.get(name)
         if twin is not None:
             raise CheckpointError(
-                "the same tensor stands in two shards",
-                file=tensor.shard,
-                tensor=tensor.name,
-                found=f"also in {twin.shard}",
+                "the same tensor stands in two shards", file=shard, tensor=name, found=f"also in {twin.shard}"
             )
-        listed = index.weight_map.get(tensor.name) if index else tensor.shard
-        if listed is None:
-            raise CheckpointError(f"holds a tensor that {INDEX} does not name", file=tensor.shard, tensor=tensor.name)
-        if listed != tensor.shard:
-            raise CheckpointError(
-                "the index names another shard", file=INDEX, tensor=tensor.name, found=listed, wanted=tensor.shard
-            )
-        tensors[tensor.name] = tensor
+        home = shard if listed is None else listed.pop(name, None)
+        if home is None:
+            raise CheckpointError(f"holds a tensor that {INDEX} does not name", file=shard, tensor=name)
+        if home != shard:
+            raise CheckpointError("the index names another shard", file=INDEX, tensor=name, found=home, wanted=shard)
+        tensors[name] = tensor
 
 
-def check_covered(index: Index, tensors: Mapping[str, TensorInfo]) -> None:
-    """CheckpointError where the index names a tensor that no shard holds."""
-    for name, shard in index.weight_map.items():
-        if name not in tensors:
-            raise CheckpointError("the index names a tensor that its shard lacks", file=INDEX, tensor=name, found=shard)
+def check_covered(listed: Mapping[str, str]) -> None:
+    """CheckpointError where the index names a tensor that no shard holds: one that was not struck off."""
+    for name, shard in listed.items():
+        raise CheckpointError("the index names a tensor that its shard lacks", file=INDEX, tensor=name, found=shard)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from fusecheck.checkpoint import open_checkpoint
+from fusecheck.collector import collector_paused
 from fusecheck.errors import UsageError
 from fusecheck.header import MAX_HEADER_BYTES
 from fusecheck.hub import Source, check_shard_size, resolve
@@ -87,7 +88,8 @@ def fuse(
         check_target(place, None, force=force)
     found = resolve(os.fspath(source), revision=revision, on_progress=on_download)
     with open_checkpoint(found.folder, follow_links=follow_links, max_header_bytes=max_header_bytes) as checkpoint:
-        job = decide(checkpoint, options)
+        with collector_paused():
+            job = decide(checkpoint, options)
 
         def write(target: Target, folder: Path) -> Iterable[str]:
             provenance = found.provenance(target.path)
