@@ -140,10 +140,10 @@ def _quantised(layers: Layers) -> dict[int, tuple[str, ...]]:
 
 
 def _refuse_wrapped(tensors: Mapping[str, TensorInfo]) -> None:
-    wrappers = tuple(WRAPPERS)
+    text = "\n" + "\n".join(tensors)  # one look at all names: hardly a checkpoint has one of these
+    if not any(f"\n{wrapper}" in text for wrapper in WRAPPERS) and not any(word in text for word in _ADAPTER_WORDS):
+        return
     for name, tensor in tensors.items():
-        if not (name.startswith(wrappers) or any(word in name for word in _ADAPTER_WORDS)):
-            continue
         for wrapper, remedy in WRAPPERS.items():
             if name.startswith(wrapper):
                 raise UnsupportedCheckpoint(

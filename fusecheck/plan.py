@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as quoted
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 from fusecheck.config import ModelConfig
 from fusecheck.errors import UnsupportedCheckpoint
@@ -71,14 +71,15 @@ class PlannedFile:
 
     path: str
     head: bytes
-    strips: tuple[Strip, ...]
+    strips: Sequence[Strip]
     lane: str | None = None
     """Neighbouring files of one lane are written strip by strip in turn: what they all read is then read while it is warm."""
+    known_size: int | None = None
 
     @cached_property
     def size(self) -> int:
         """Bytes of the whole file."""
-        return len(self.head) + sum(map(strip_bytes, self.strips))
+        return len(self.head) + sum(map(strip_bytes, self.strips)) if self.known_size is None else self.known_size
 
 
 class OutputTensor(NamedTuple):
@@ -93,13 +94,48 @@ class OutputTensor(NamedTuple):
     shape: tuple[int, ...]
     source: TensorInfo
     """The tensor itself, the first of several parts, or the whole that this is cut out of."""
-    strips: tuple[Strip, ...]
+    cuts: tuple[Strip, ...] | None = None
+    """Its strips, where they do not follow from `group`, or from `source` alone."""
     group: Group | None = None
+
+    @property
+    def strips(self) -> tuple[Strip, ...]:
+        """What it is made of. Worked out when asked for: a plan that is only looked at has no need of a million blocks."""
+        if self.cuts is not None:
+            return self.cuts
+        return ((contiguous(self.source),),) if self.group is None else _strips(self.group)
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
         return tensor_bytes(self.dtype, self.shape) or 0
+
+
+class _Strips(Sequence[Strip]):
+    """The strips of some tensors, one below the other."""
+
+    def __init__(self, tensors: tuple[OutputTensor, ...]) -> None:
+        self._tensors = tensors
+
+    @cached_property
+    def _all(self) -> tuple[Strip, ...]:
+        return tuple([strip for tensor in self._tensors for strip in tensor.strips])
+
+    @overload
+    def __getitem__(self, index: int) -> Strip: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Strip, ...]: ...
+    def __getitem__(self, index: int | slice) -> Strip | tuple[Strip, ...]:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +160,7 @@ def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[Outp
     for name, tensor in tensors.items():
         group = first.get(name)
         if group is not None:
-            outputs.append(OutputTensor(group.fused, group.dtype, group.shape, tensor, _strips(group), group))
+            outputs.append(OutputTensor(group.fused, group.dtype, group.shape, tensor, None, group))
         elif name not in gone:
             outputs.append(copied(name, tensor))
     return outputs
@@ -132,7 +168,7 @@ def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[Outp
 
 def copied(name: str, tensor: TensorInfo) -> OutputTensor:
     """All bytes of one tensor, under a name."""
-    return OutputTensor(name, tensor.dtype, tensor.shape, tensor, ((contiguous(tensor),),))
+    return OutputTensor(name, tensor.dtype, tensor.shape, tensor)
 
 
 def _strips(group: Group) -> tuple[Strip, ...]:
@@ -270,8 +306,8 @@ def plan_shard(
     by_name = {output.name: output for output in group}
     ordered = [by_name[name] for name, _ in canonical_order((output.name, output.dtype) for output in group)]
     head = encode_header(((o.name, o.dtype, o.shape, o.nbytes) for o in ordered), metadata)
-    strips = tuple([strip for output in ordered for strip in output.strips])
-    return PlannedShard(tuple(ordered), PlannedFile(name, head, strips, lane))
+    size = len(head) + sum([output.nbytes for output in ordered])
+    return PlannedShard(tuple(ordered), PlannedFile(name, head, _Strips(tuple(ordered)), lane, size))
 
 
 def merge_metadata(

@@ -31,6 +31,7 @@ from fusecheck.manifest import (
     Manifest,
     OutputFile,
     PartEntry,
+    RanksEntry,
     Provenance,
     SourceShard,
     TensorEntry,
@@ -371,6 +372,17 @@ FIELDS: dict[str, st.SearchStrategy[object]] = {
     "side_files": named(st.builds(FileEntry, COUNTS, DIGESTS)),
     "metadata": st.dictionaries(TEXTS, TEXTS),
     "config_original": st.none() | TEXTS,
+    "ranks": st.none()
+    | st.builds(
+        RanksEntry,
+        TEXTS,
+        TEXTS,
+        COUNTS,
+        st.lists(COUNTS, max_size=3).map(tuple),
+        st.dictionaries(TEXTS, TEXTS),
+        named(named(st.lists(DIGESTS, min_size=1, max_size=3).map(tuple))),
+        st.dictionaries(TEXTS, TEXTS),
+    ),
 }
 MANIFESTS = st.builds(Manifest, **{field.name: FIELDS[field.name] for field in fields(Manifest)})
 SMALL = Manifest(
