@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
+from fusecheck.engines.vllm_sharded import MAX_TP
 from fusecheck.errors import CheckpointError, SystemFailure
 from fusecheck.header import strict_json
 from fusecheck.mapping import ShardId
@@ -236,13 +237,15 @@ def _manifest(value: dict[str, object]) -> Manifest:
 
 
 def _ranks_entry(value: dict[str, object]) -> RanksEntry:
-    numbers = value["numbers"]
-    if not isinstance(numbers, list) or any(type(rank) is not int for rank in numbers):
+    numbers, tp = value["numbers"], _count(value, "tp")
+    if not isinstance(numbers, list) or any(type(rank) is not int or not 0 <= rank < tp for rank in numbers):
         raise TypeError("numbers")
+    if not 1 <= tp <= MAX_TP:
+        raise ValueError(tp)
     return RanksEntry(
         engine=_text(value, "engine"),
         versions=_text(value, "versions"),
-        tp=_count(value, "tp"),
+        tp=tp,
         numbers=tuple(numbers),
         sources=_texts(_table(value, "sources")),
         tensors={file: {name: _digests(row, name) for name in row} for file, row in _rows(value, "tensors")},
