@@ -10,13 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusecheck.digest import Hasher, digest_of, hasher
+from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.gather import ReusedBuffers, pieces
 from fusecheck.plan import Block, Constant, PlannedFile, Strip, strip_bytes
 from fusecheck.reader import Reader
-
-BLOCK_BYTES = 1 << 20
-"""One buffer; it stays in the cache between read, hash and write, which larger ones do not."""
 
 WRITEBACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin; smaller files are not preallocated either."""
@@ -87,7 +85,7 @@ class _Run:
 
     def work(self) -> None:
         """Take jobs until there are none left or the run stops."""
-        buffers = _Buffers()
+        buffers = ReusedBuffers()
         try:
             while not self.stop.is_set():
                 with self._lock:
@@ -100,7 +98,7 @@ class _Run:
                 self.failure = self.failure or error
             self.stop.set()
 
-    def _do(self, job: tuple[int, int, Strip, int], buffers: _Buffers) -> None:
+    def _do(self, job: tuple[int, int, Strip, int], buffers: ReusedBuffers) -> None:
         number, slot, strip, at = job
         descriptor = self._descriptor(number)
         try:
@@ -114,43 +112,17 @@ class _Run:
         except OSError as error:
             raise SystemFailure.from_os(error, self._files[number].path, "write") from None
 
-    def _copy(self, blocks: tuple[Block, ...], descriptor: int, at: int, buffers: _Buffers) -> tuple[str, ...]:
-        """Some rows at a time: read each block's, put them side by side, write. Reads are batched, whatever the stride."""
+    def _copy(self, blocks: tuple[Block, ...], descriptor: int, at: int, buffers: ReusedBuffers) -> tuple[str, ...]:
+        """One strip, piece by piece."""
         states = [hasher() for _ in blocks]
-        width = sum(block.row_bytes for block in blocks)
-        batch = max(1, BLOCK_BYTES // max(width, *(block.stride for block in blocks)))
-        for row in range(0, blocks[0].rows, batch):
+        for piece in pieces(blocks, self._reader, buffers, states):
+            _write(descriptor, piece, at)
+            _begin_writeback(descriptor, at, len(piece))
+            at += len(piece)
+            self._tell(len(piece))
             if self.stop.is_set():
                 break
-            count = min(batch, blocks[0].rows - row)
-            out = buffers.out(count * width)
-            column = 0
-            for block, state in zip(blocks, states, strict=True):
-                self._gather(block, row, out[column:], width, count, state, buffers)
-                column += block.row_bytes
-            _write(descriptor, out, at + row * width)
-            _begin_writeback(descriptor, at + row * width, len(out))
-            self._tell(len(out))
         return tuple(state.hexdigest() for state in states)
-
-    def _gather(
-        self, block: Block, row: int, out: memoryview, width: int, count: int, state: Hasher, buffers: _Buffers
-    ) -> None:
-        """Read `count` rows of one block to where they belong in `out`, whose rows are `width` bytes apart; digest them."""
-        start, size = block.offset + row * block.stride, block.row_bytes
-        if block.stride == size == width:
-            self._reader.read_into(block.file, start, out)
-            state.update(out)
-            return
-        span = buffers.span((count - 1) * block.stride + size)
-        self._reader.read_into(block.file, start, span)
-        for number in range(count):
-            out[number * width : number * width + size] = span[number * block.stride : number * block.stride + size]
-        if block.stride == size:
-            state.update(span)
-        else:
-            for number in range(count):
-                state.update(span[number * block.stride : number * block.stride + size])
 
     def _descriptor(self, number: int) -> int:
         with self._lock:
@@ -186,25 +158,6 @@ class _Run:
 
     def written(self) -> tuple[Written, ...]:
         return tuple(Written(head[0], tuple(strips)) for head, *strips in self._digests)
-
-
-class _Buffers:
-    """The two buffers of one worker; they grow for a row that is longer than a block, and are used again."""
-
-    def __init__(self) -> None:
-        self._out = self._span = bytearray()
-
-    def out(self, size: int) -> memoryview:
-        """Where rows are put together before they are written."""
-        if len(self._out) < size:
-            self._out = bytearray(max(size, BLOCK_BYTES))
-        return memoryview(self._out)[:size]
-
-    def span(self, size: int) -> memoryview:
-        """Where a block's rows are read to."""
-        if len(self._span) < size:
-            self._span = bytearray(max(size, BLOCK_BYTES))
-        return memoryview(self._span)[:size]
 
 
 def _preallocate(descriptor: int, size: int) -> None:

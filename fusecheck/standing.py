@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 
 from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import FusecheckError
-from fusecheck.execute import BLOCK_BYTES
 from fusecheck.files import Files
+from fusecheck.gather import BLOCK_BYTES
 from fusecheck.plan import Constant, PlannedFile, Strip, strip_bytes
 
 

@@ -261,7 +261,7 @@ def test_files_and_digests_are_what_the_plan_says(
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr("fusecheck.execute.BLOCK_BYTES", block)
+        patch.setattr("fusecheck.gather.BLOCK_BYTES", block)
         written = execute(files, Memory(sources), Path(place), threads=threads, on_bytes=told.append)
         for file, digests in zip(files, written, strict=True):
             wanted = [content_of(strip, sources) for strip in file.strips]
