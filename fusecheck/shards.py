@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fusecheck.errors import CheckpointError
-from fusecheck.files import MAX_JSON_BYTES, Files, mode_of
+from fusecheck.files import MAX_JSON_BYTES
 from fusecheck.header import TensorInfo, strict_json
+from fusecheck.listing import CheckpointFiles
 from fusecheck.sidefiles import ADAPTER_FILES, WEIGHT_SUFFIXES
 
 INDEX = "model.safetensors.index.json"
@@ -33,7 +32,7 @@ class Index:
     weight_map: Mapping[str, str]
 
 
-def read_index(files: Files) -> Index:
+def read_index(files: CheckpointFiles) -> Index:
     """Read and check the index; CheckpointError where it is malformed or names anything but plain shard names."""
     files.add(INDEX)
     value = strict_json(files.read(INDEX, MAX_JSON_BYTES), file=INDEX, members=MAX_INDEXED)
@@ -62,10 +61,10 @@ def natural_key(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def choose_shards(
-    root: Path, names: frozenset[str], weight_map: Mapping[str, str] | None, warnings: list[str]
+    files: CheckpointFiles, names: frozenset[str], weight_map: Mapping[str, str] | None, warnings: list[str]
 ) -> list[str]:
     """Which weight files the checkpoint is made of, or why that is not certain."""
-    present = {name for name in names if name.endswith(".safetensors") and not stat.S_ISDIR(mode_of(root / name))}
+    present = {name for name in names if name.endswith(".safetensors") and not files.is_folder(name)}
     numbered = {name: match for name in present if (match := _NUMBERED.fullmatch(name)) and match[1] == "model"}
     if weight_map is not None:
         chosen = set(weight_map.values())

@@ -10,6 +10,7 @@ from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import FusecheckError
 from fusecheck.files import Files
 from fusecheck.gather import BLOCK_BYTES
+from fusecheck.listing import CheckpointFiles
 from fusecheck.plan import Constant, PlannedFile, Strip, strip_bytes
 
 
@@ -37,7 +38,9 @@ def _starts_with(path: Path, head: bytes) -> bool:
         return file.read(len(head)) == head
 
 
-def stands(out: Path, files: Sequence[PlannedFile], source: Files, known: Mapping[tuple[str, int], str]) -> bool:
+def stands(
+    out: Path, files: Sequence[PlannedFile], source: CheckpointFiles, known: Mapping[tuple[str, int], str]
+) -> bool:
     """Whether a folder holds these very files: `holds`, and the digest of all data.
 
     `known` gives the digests that need no reading: (path, number of the strip) -> BLAKE3.
@@ -53,7 +56,7 @@ def stands(out: Path, files: Sequence[PlannedFile], source: Files, known: Mappin
         return False
 
 
-def _same_data(file: PlannedFile, ours: Files, source: Files, known: Mapping[tuple[str, int], str]) -> bool:
+def _same_data(file: PlannedFile, ours: Files, source: CheckpointFiles, known: Mapping[tuple[str, int], str]) -> bool:
     at = len(file.head)
     for number, strip in enumerate(file.strips):
         stop = at + strip_bytes(strip)
@@ -64,7 +67,7 @@ def _same_data(file: PlannedFile, ours: Files, source: Files, known: Mapping[tup
     return True
 
 
-def _digest(strip: Strip, files: Files) -> str:
+def _digest(strip: Strip, files: CheckpointFiles) -> str:
     if isinstance(strip, Constant):
         return digest_of(strip.data)
     (block,) = strip  # parts are cut out one by one

@@ -218,7 +218,7 @@ def _conclude(case: Case, lab: _Lab, projections: tuple[ProjectionCheck, ...], s
     return VerifyReport(
         verdict="not_equal" if failed else "equal",
         out=str(case.folder),
-        source=str(case.source.files.root) if case.source is not None else None,
+        source=case.source.files.place if case.source is not None else None,
         proved=tuple(name for name, seen in verdicts.items() if "pass" in seen and "fail" not in seen),
         exact=exact,
         layers=lab.layers,
