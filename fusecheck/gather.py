@@ -50,15 +50,31 @@ class FreshBuffers(ReusedBuffers):
         return memoryview(bytearray(size))
 
 
+def reads(blocks: Sequence[Block]) -> Iterator[tuple[str, int, int]]:
+    """(file, offset, size) of everything that `pieces` reads, in its order; a plain range of bytes is one."""
+    if len(blocks) == 1 and blocks[0].stride == blocks[0].row_bytes:
+        yield blocks[0].file, blocks[0].offset, blocks[0].nbytes
+        return
+    for row, count in _batches(blocks):
+        for block in blocks:
+            yield block.file, block.offset + row * block.stride, (count - 1) * block.stride + block.row_bytes
+
+
+def _batches(blocks: Sequence[Block]) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of each piece."""
+    width = sum(block.row_bytes for block in blocks)
+    batch = max(1, BLOCK_BYTES // max(width, *(block.stride for block in blocks)))
+    for row in range(0, blocks[0].rows, batch):
+        yield row, min(batch, blocks[0].rows - row)
+
+
 def pieces(blocks: Sequence[Block], reader: Reader, buffers: Buffers, states: Sequence[Hasher]) -> Iterator[memoryview]:
     """Some rows at a time: read each block's, put them side by side. Reads are batched, whatever the stride.
 
     `states` take the bytes of each block in its own order, so that a digest is that of the source's tensor.
     """
     width = sum(block.row_bytes for block in blocks)
-    batch = max(1, BLOCK_BYTES // max(width, *(block.stride for block in blocks)))
-    for row in range(0, blocks[0].rows, batch):
-        count = min(batch, blocks[0].rows - row)
+    for row, count in _batches(blocks):
         out = buffers.out(count * width)
         column = 0
         for block, state in zip(blocks, states, strict=True):

@@ -14,6 +14,8 @@ from fusecheck.header import strict_json
 
 MANIFEST = "fusecheck.json"
 CHECKSUMS = "SHA256SUMS"
+OWN = ".fusecheck"
+"""Folder of an output that says what several machines wrote there; no part of the checkpoint."""
 MAX_FOLDERS_DEEP = 3
 """Sub-folders below the checkpoint that are copied, such as 1_Pooling of a sentence-transformers model."""
 

@@ -28,4 +28,5 @@ def is_recorded(source: Checkpoint, manifest: Manifest) -> bool:
 
 def recorded_place(manifest: Manifest) -> str:
     """What the manifest calls it, for people."""
-    return shown(str(manifest.provenance.folder or manifest.provenance.repo_id))
+    where = manifest.provenance
+    return shown(str(where.folder or where.repo_id or where.url))

@@ -12,12 +12,14 @@ from fusecheck.files import Files
 from fusecheck.gather import BLOCK_BYTES
 from fusecheck.listing import CheckpointFiles
 from fusecheck.plan import Constant, PlannedFile, Strip, strip_bytes
+from fusecheck.sidefiles import OWN
 
 
 def holds(out: Path, files: Sequence[PlannedFile], *, beside: Iterable[str] = ()) -> bool:
     """Whether a folder holds these files, by names, sizes and first bytes, those `beside` them, and nothing else."""
     planned = {file.path: file for file in files}
-    entries = {path.relative_to(out).as_posix(): path.lstat() for path in out.rglob("*")}
+    names = {path.relative_to(out).as_posix(): path for path in out.rglob("*")}
+    entries = {name: path.lstat() for name, path in names.items() if name != OWN and not name.startswith(f"{OWN}/")}
     folders = {path for path, status in entries.items() if stat.S_ISDIR(status.st_mode)}
     found = {path: status.st_size for path, status in entries.items() if stat.S_ISREG(status.st_mode)}
     if len(found) + len(folders) != len(entries) or folders != _folders(planned):

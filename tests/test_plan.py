@@ -31,7 +31,6 @@ from fusecheck.manifest import (
     Manifest,
     OutputFile,
     PartEntry,
-    Provenance,
     SourceShard,
     TensorEntry,
     from_text,
@@ -55,6 +54,7 @@ from fusecheck.plan import (
     shard_name,
     strip_bytes,
 )
+from fusecheck.provenance import Provenance
 
 METADATA = {"format": "pt", "k": "\u03ba"}
 
