@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,11 +10,11 @@ GAP = MIB
 """Bytes between two ranges that are fetched with them rather than leaving a request of their own."""
 LARGEST = 32 * MIB
 """Bytes of one request at most: of the 8 to 64 MiB that stores serve well, so that many fit into the memory."""
-OPEN = 4
-"""Requests that may still grow at one time: as many files as are read in turns."""
+OPEN = 8
+"""Requests that may still grow at one time, so that as many places may be read in turns."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Window:
     """One request: bytes [start, stop) of a file. `expected` counts the bytes that will be read of it, each time."""
 
@@ -50,22 +49,20 @@ class _Planner:
             start = end
 
     def _window(self, file: str, start: int, stop: int) -> Window:
-        """A window that holds `start` now: one that has it, one that grows to it, or a new one."""
-        mine = [window for window in reversed(self.growing) if window.file == file]
-        for window in mine:
-            if window.start <= start < window.stop:
-                if stop > window.stop and not any(w.start <= window.stop < w.stop for w in mine):
-                    window.stop = min(stop, max(window.stop, window.start + self.largest))
-                return window
-        for window in mine:
-            if window.stop <= start <= window.stop + self.gap and start < window.start + self.largest:
-                window.stop = min(stop, window.start + self.largest)
-                return window
-        for window in mine:
-            if start < window.start <= stop + self.gap and window.stop - start <= self.largest:
-                window.start = start
-                return window
-        window = Window(file, start, min(stop, start + self.largest))
+        """A window that holds `start` now: one that has it, one that grows to it, or a new one. None overlap as they grow."""
+        mine = [window for window in self.growing if window.file == file]
+        above = min((window for window in mine if window.start > start), key=lambda window: window.start, default=None)
+        end = stop if above is None else min(stop, above.start)
+        holding = (window for window in mine if window.start <= start < window.stop)
+        below = (w for w in mine if w.stop <= start <= w.stop + self.gap and start < w.start + self.largest)
+        window = next(holding, None) or max(below, key=lambda window: window.stop, default=None)
+        if window is not None:
+            window.stop = max(window.stop, min(end, window.start + self.largest))
+            return window
+        if above is not None and above.start <= stop + self.gap and above.stop - start <= self.largest:
+            above.start = start
+            return above
+        window = Window(file, start, min(end, start + self.largest))
         self.windows.append(window)
         self.growing.append(window)
         del self.growing[:-OPEN]
@@ -89,5 +86,5 @@ def by_grain(windows: list[Window], grain: int) -> dict[tuple[str, int], list[in
     found: dict[tuple[str, int], list[int]] = {}
     for number, window in enumerate(windows):
         for place in range(window.start // grain, (window.stop - 1) // grain + 1):
-            insort(found.setdefault((window.file, place), []), number)
+            found.setdefault((window.file, place), []).append(number)
     return found

@@ -9,8 +9,9 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Self
 
+from fusecheck.errors import SystemFailure
 from fusecheck.reader import Reader
-from fusecheck.stores.schedule import GAP, LARGEST, MIB, Window, by_grain, schedule
+from fusecheck.stores.schedule import GAP, LARGEST, MIB, OPEN, Window, by_grain, schedule
 
 HELD = 512 * MIB
 """Bytes that are fetched or in flight and not yet read, at most."""
@@ -64,7 +65,7 @@ class Windows:
         """Most bytes held at one time."""
         self._source = source
         self._limit = held
-        self._grain = largest = min(largest, held)
+        self._grain = largest = max(1, min(largest, held // (2 * OPEN)))  # what is being read takes half at most
         self._slots = [_Slot(window) for window in schedule(ranges, largest=largest, gap=gap)]
         self._index = by_grain([slot.window for slot in self._slots], largest)
         self._change = threading.Condition()
@@ -88,6 +89,11 @@ class Windows:
         """Requests that one pass takes."""
         return len(self._slots)
 
+    @property
+    def held(self) -> int:
+        """Bytes held now, fetched or in flight."""
+        return self._held
+
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`; what failed while it was fetched ahead is raised here, for each who needs it."""
         done = 0
@@ -109,6 +115,8 @@ class Windows:
                 self._start(slot)
             while slot is not None and slot.state is _State.FETCHING and not self._closed:
                 self._change.wait()
+            if self._closed:
+                raise SystemFailure("the pass over the source has ended", file=file)
             if slot is not None and slot.state is _State.FAILED and slot.error is not None:
                 raise slot.error
             data = slot.data if slot is not None and slot.state is _State.READY else None
