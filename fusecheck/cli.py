@@ -165,7 +165,7 @@ def unfuse(
 
 @app.command(epilog=EPILOG)
 def verify(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint folder.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint: a folder, or a URL.")],
     *,
     source: Annotated[
         str | None,
@@ -179,6 +179,9 @@ def verify(
     ] = None,
     all_experts: Annotated[
         bool, typer.Option("--all-experts", help="Probe and numeric of every expert, not of four a layer.")
+    ] = False,
+    check_source: Annotated[
+        bool, typer.Option("--check-source", help="Hash SRC's whole files too, where the hub names their SHA-256.")
     ] = False,
     device: Device = "auto",
     seed: Seed = 0,
@@ -203,6 +206,8 @@ def verify(
             device=device,
             seed=seed,
             all_experts=all_experts,
+            check_source=check_source,
+            on_source=phase("hashing the source") if check_source else None,
             on_progress=phase("verifying"),
         )
     if not as_json:
@@ -268,7 +273,7 @@ def _write_report(path: str, page: str, *, failed: bool = False) -> None:
 
 @app.command(epilog=EPILOG)
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, split or fused.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, split or fused: a folder, hub id or URL.")],
     *,
     follow_links: FollowLinks = False,
     max_header_size: MaxHeaderSize = "16MiB",

@@ -40,6 +40,28 @@ def compare_all(
     return [finding for findings in found for finding in findings]
 
 
+def out_reads(slices: Sequence[Slice]) -> Iterator[tuple[str, int, int]]:
+    """(file, offset, size) of all that `compare_all` reads of OUT."""
+    for part in slices:
+        if part.rows == 1:
+            yield part.out.shard, part.start, part.row_bytes
+            continue
+        for row, count in _batches(part):
+            yield part.out.shard, part.start + row * part.stride, (count - 1) * part.stride + part.row_bytes
+
+
+def source_reads(slices: Sequence[Slice]) -> Iterator[tuple[str, int, int]]:
+    """And of the source."""
+    return ((part.source.shard, part.source.start, part.nbytes) for part in slices if part.source and not part.wanted)
+
+
+def _batches(part: Slice) -> Iterator[tuple[int, int]]:
+    """(first run, runs) of each block."""
+    batch = max(1, BLOCK_BYTES // max(1, part.stride))
+    for row in range(0, part.rows, batch):
+        yield row, min(batch, part.rows - row)
+
+
 def _compare(part: Slice, out: Reader, source: Reader | None, on_bytes: Callable[[int], None]) -> list[Finding]:
     state = digest.hasher() if part.digest is not None else None
     findings: list[Finding] = []
@@ -72,9 +94,7 @@ def _blocks(part: Slice, out: Reader) -> Iterator[bytearray]:
             _fill(block, min(BLOCK_BYTES, part.row_bytes - at), out, part.out.shard, part.start + at)
             yield block
         return
-    batch = max(1, BLOCK_BYTES // max(1, part.stride))
-    for row in range(0, part.rows, batch):
-        count = min(batch, part.rows - row)
+    for row, count in _batches(part):
         length = (count - 1) * part.stride + part.row_bytes
         _fill(block, length, out, part.out.shard, part.start + row * part.stride)
         gathered.clear()

@@ -20,7 +20,7 @@ from fusecheck.record import checksum_line
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.stores import Target
-from fusecheck.work import Work, read_ahead
+from fusecheck.work import Work, reader_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def finish(work: Work, target: Target, on_progress: Progress | None) -> Finished
         return Finished(already=True, manifest=None, warnings=())
     weights = {record.name: (record.written, record.sha256) for record in records}
     beside = [file for file in work.job.files if file.path not in weights]
-    with read_ahead(work.origin, beside) as reader:
+    with reader_of(work.origin, beside) as reader:
         tell = counter(sum(file.size for file in beside), on_progress)
         sent = [_send_one(file, reader, target, tell, work) for file in _data_first(beside)]
     made = weights | {item.file.path: (item.written, item.sha256) for item in sent}

@@ -43,7 +43,7 @@ class ReusedBuffers:
 
 
 class FreshBuffers(ReusedBuffers):
-    """New memory for every piece, which whoever takes it may keep: a store sends it when it can."""
+    """New memory for every piece, for one that waits in a queue."""
 
     def out(self, size: int) -> memoryview:
         """Memory of its own."""

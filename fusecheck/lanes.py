@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import SystemFailure
 from fusecheck.execute import Written
-from fusecheck.gather import FreshBuffers, pieces, reads
+from fusecheck.gather import Buffers, FreshBuffers, ReusedBuffers, pieces, reads
 from fusecheck.plan import Block, Constant, PlannedFile, Strip
 from fusecheck.reader import Publisher, Reader, StoredFile
 
@@ -62,10 +62,11 @@ def send(
     lane: Lane, reader: Reader, publisher: Publisher, on_bytes: OnBytes, *, sha256: bool = False
 ) -> tuple[Sent, ...]:
     """Write all files of a lane. What fails for one of them fails for all, and leaves nothing half written."""
-    makers = [_Maker(file, sha256=sha256) for file in lane]
-    if len(lane) == 1:  # without a queue: a publisher that takes its time is its own buffer
+    if len(lane) == 1:  # without a queue: a publisher is done with a piece when it asks for the next
+        makers = [_Maker(lane[0], ReusedBuffers(), sha256=sha256)]
         stream = (piece for _, piece in _told(_stream(makers, reader), on_bytes))
         return (makers[0].sent(publisher.put(lane[0].path, stream, lane[0].size)),)
+    makers = [_Maker(file, FreshBuffers(), sha256=sha256) for file in lane]
     sinks = [_Sink(publisher, file) for file in lane]
     try:
         for number, piece in _told(_stream(makers, reader), on_bytes):
@@ -85,8 +86,9 @@ def _told(stream: Iterable[tuple[int, memoryview]], on_bytes: OnBytes) -> Genera
 class _Maker:
     """The digests of one file while its pieces are made."""
 
-    def __init__(self, file: PlannedFile, *, sha256: bool) -> None:
+    def __init__(self, file: PlannedFile, buffers: Buffers, *, sha256: bool) -> None:
         self.file = file
+        self._buffers = buffers
         self._sha = hashlib.sha256() if sha256 else None
         self._strips: list[tuple[str, ...]] = []
 
@@ -101,7 +103,7 @@ class _Maker:
             yield self._seen(memoryview(strip.data))
             return
         states = [hasher() for _ in strip]
-        for piece in pieces(strip, reader, FreshBuffers(), states):
+        for piece in pieces(strip, reader, self._buffers, states):
             yield self._seen(piece)
         self._strips.append(tuple(state.hexdigest() for state in states))
 

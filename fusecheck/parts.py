@@ -16,7 +16,7 @@ from fusecheck.ledger import Record, add_record, begin, check_mark, find_records
 from fusecheck.planned import Plan
 from fusecheck.reader import Progress
 from fusecheck.stores import Target, open_publisher
-from fusecheck.work import Work, read_ahead
+from fusecheck.work import Work, reader_of
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def run_objects(work: Work, target: Target, part: tuple[int, int], on_progress: 
         raise spoilt(plan, plan.objects[left[0]].name)
     lanes = lanes_of([job.shards[number].file for number in left])
     tell = counter(sum(file.size for lane in lanes for file in lane), on_progress)
-    with read_ahead(work.origin, (file for lane in lanes for file in lane)) as reader:
+    with reader_of(work.origin, (file for lane in lanes for file in lane)) as reader:
         for number, lane in zip(left, lanes, strict=True):
             check_mark(target, plan)
             sent = send(lane, reader, target, tell, sha256=job.options.checksums)

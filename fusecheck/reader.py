@@ -42,7 +42,10 @@ class Publisher(Protocol):
         """What stands there under a name, or None."""
 
     def put(self, name: str, blocks: Iterator[memoryview], size: int) -> StoredFile:
-        """Write one file of `size` bytes, in order, in bounded memory; a failure leaves nothing behind."""
+        """Write one file of `size` bytes, in order, in bounded memory; a failure leaves nothing behind.
+
+        A block may be other bytes once the next one has been asked for.
+        """
 
     def commit(self, manifest: bytes) -> bool:
         """Write the manifest, last, if none stands there. False: this very one stands there already."""

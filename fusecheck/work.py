@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import fusecheck
+from fusecheck.ahead import read_ahead
 from fusecheck.digest import digest_of
 from fusecheck.errors import CheckpointError, SystemFailure, UsageError
 from fusecheck.hub import check_shard_size
@@ -20,7 +21,7 @@ from fusecheck.origin import Origin, Reading, open_origin
 from fusecheck.plan import PlannedFile
 from fusecheck.planned import Estimate, Plan, PlannedObject
 from fusecheck.reader import Progress, Reader
-from fusecheck.stores import Windows, is_remote
+from fusecheck.stores import is_remote
 from fusecheck.stores.bucket_publisher import part_size
 from fusecheck.stores.schedule import schedule
 from fusecheck.stores.windows import HELD
@@ -56,15 +57,9 @@ class Work:
         return Traffic(*map(int, counts))
 
 
-@contextmanager
-def read_ahead(origin: Origin, files: Iterable[PlannedFile]) -> Iterator[Reader]:
-    """A reader for these files, one after another: of a store in large requests, made ahead of what is written."""
-    source = origin.source
-    if source is None:
-        yield origin.checkpoint.files
-        return
-    with Windows(source, (read for lane in lanes_of(files) for read in lane_reads(lane))) as windows:
-        yield windows
+def reader_of(origin: Origin, files: Iterable[PlannedFile]) -> AbstractContextManager[Reader]:
+    """A reader for these files, one after another."""
+    return read_ahead(origin.checkpoint.files, (read for lane in lanes_of(files) for read in lane_reads(lane)))
 
 
 def checked_options(options: Options) -> Options:

@@ -22,7 +22,7 @@ from fusecheck.reader import Progress
 from fusecheck.sidefiles import LeftOut
 from fusecheck.stores import is_remote
 from fusecheck.target import Target, TargetOccupied, check_target
-from fusecheck.work import checked_options, planned_work, read_ahead
+from fusecheck.work import checked_options, planned_work, reader_of
 
 DEFAULT_THREADS = 2
 
@@ -99,7 +99,7 @@ def fuse(
 
         def write(target: Target, folder: Path) -> Iterable[str]:
             provenance = origin.provenance(str(target.path))
-            with read_ahead(origin, job.files) as reader:
+            with reader_of(origin, job.files) as reader:
                 manifest = carry_out(job, reader, folder, provenance, threads=threads, on_progress=on_progress)
             return compare_heads(job, manifest)
 

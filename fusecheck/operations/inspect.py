@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from fusecheck.checkpoint import Checkpoint, open_folder
+from fusecheck.checkpoint import Checkpoint, open_folder, open_stored
 from fusecheck.config import CONFIG
 from fusecheck.engines.table import ENGINES, Engine
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
@@ -19,6 +19,7 @@ from fusecheck.hub import resolve
 from fusecheck.mapping import HEADS, PACKINGS, PREFIXES, Packing
 from fusecheck.model import survey
 from fusecheck.sidefiles import LeftOut
+from fusecheck.stores import is_remote, open_source
 
 _LAYER = re.compile(r"(.*?)layers\.(0|[1-9][0-9]{0,8})\.(.*)", re.ASCII | re.DOTALL)
 _WEIGHTS = ("weight", "qweight", "weight_packed")
@@ -87,9 +88,16 @@ class InspectReport:
 
 
 def inspect(path: str | Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES) -> InspectReport:
-    """Describe the checkpoint in `path`. Unsupported but sound is a report; malformed raises CheckpointError (exit 3)."""
-    folder = resolve(os.fspath(path)).folder
-    with open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes) as checkpoint:
+    """Describe the checkpoint at `path`, a folder, hub id or URL.
+
+    Unsupported but sound is a report; malformed raises CheckpointError (exit 3).
+    """
+    place = os.fspath(path)
+    if is_remote(place):
+        opened = open_stored(open_source(place), place, max_header_bytes=max_header_bytes)
+    else:
+        opened = open_folder(resolve(place).folder, follow_links=follow_links, max_header_bytes=max_header_bytes)
+    with opened as checkpoint:
         return _report(checkpoint, str(path))
 
 
