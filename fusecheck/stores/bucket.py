@@ -86,10 +86,12 @@ def failure(error: Exception, file: str, doing: str) -> FusecheckError:
     if isinstance(error, FileNotFoundError):
         return SystemFailure(f"cannot {doing}: it is not there", file=file)
     kind = type(error).__name__
-    if kind in {"PermissionDeniedError", "UnauthenticatedError"}:
+    if kind in {"PermissionDeniedError", "UnauthenticatedError"} or (
+        status is not None and status[1] in {"401", "403"}
+    ):
         remedy = "check the credentials that the environment gives, and what they allow"
         return SystemFailure(f"cannot {doing}: access denied", file=file, found=code and code[1], remedy=remedy)
-    if "credential" in text.lower() and status is None:
+    if status is None and ("credential" in text.lower() or "Missing" in text):
         remedy = "set those of the provider, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         return SystemFailure(f"cannot {doing}: no credentials in the environment", file=file, remedy=remedy)
     cause = " ".join([*([f"the store answered {status[1]}"] if status else []), *([code[1]] if code else [])])

@@ -148,26 +148,49 @@ class FolderPublisher:
         self._make(self._root / OWN)
         mark = f"{self._plan}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}-"
         self._sweep(mark)
-        path = self._root / OWN / f"{TEMPORARY}{mark}{os.urandom(4).hex()}"
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        path = self._root / OWN / f"{TEMPORARY}{mark}"
+        handle = -1
         try:
-            with suppress(OSError):  # no locks here: what dies stays until the commit
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while handle < 0:
+                path = path.with_name(f"{TEMPORARY}{mark}{os.urandom(4).hex()}")
+                handle = _create_locked(path)
             yield handle, path
         finally:
-            os.close(handle)
+            if handle >= 0:
+                os.close(handle)
             path.unlink(missing_ok=True)
 
     def _sweep(self, mark: str) -> None:
-        """Remove temporaries that nobody holds; after a commit (no mark) those too for which locks tell nothing."""
+        """Remove temporaries that nobody holds; after a commit (no mark) those too of which no locks tell."""
         for path in (self._root / OWN).glob(f"{TEMPORARY}{mark}*"):
             with suppress(OSError):
                 handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink(missing_ok=True)
+                    if _lock(handle) or (not mark and _lock(handle) is None):
+                        path.unlink(missing_ok=True)
                 finally:
                     os.close(handle)
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether the file is ours now; None where the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _create_locked(path: Path) -> int:
+    """A new file, open for writing; -1 where another run's sweep took it before it was locked."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with suppress(FileNotFoundError):
+        if _lock(handle) is not False and os.path.samestat(os.fstat(handle), path.stat()):
+            return handle
+    os.close(handle)
+    return -1
 
 
 def taken(target: str) -> UsageError:
