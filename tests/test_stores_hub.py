@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hub_server import LARGE
 from huggingface_hub import constants
 from range_hub import RangeHub, RangeIlls
 
@@ -110,8 +111,10 @@ def test_one_question_for_the_commit_one_listing_one_place_per_file(hub: RangeHu
     paths = hub.paths()
     assert sum("/revision/" in path for path in paths) == 1
     assert sum("/tree/" in path for path in paths) == 2  # two pages of four
-    heads = [seen for seen in hub.seen if seen.method == "HEAD"]
-    assert len(heads) == source.resolves == len(FILES)
+    kept = [name for name, data in FILES.items() if len(data) < LARGE]
+    assert source.resolves == len(FILES)
+    assert [hub.resolved(SHARD), hub.resolved(SHARD.replace("1-", "2-"))] == [1, 1]
+    assert all(hub.resolved(name) > 1 for name in kept)  # the hub serves them itself
     assert source.requests == len(hub.seen)
 
 

@@ -113,14 +113,19 @@ class HubHttp:
         with self._lock:
             self.retries += 1
 
-    def ask(self, method: str, url: str, *, revision: str | None) -> Answer:
-        """A question to the hub itself, asked again while that may help. Its refusals are FusecheckErrors, as in `fuse`."""
+    def ask(self, method: str, url: str, *, revision: str | None, headers: Mapping[str, str] | None = None) -> Answer:
+        """A question to the hub itself, asked again while that may help. Its refusals are FusecheckErrors, as in `fuse`.
+
+        With headers of its own it is for the answer's headers: a body of more than some bytes is left there.
+        """
         attempts = self.attempts()
         while True:
             try:
-                with self.open(method, url) as response:
+                with self.open(method, url, headers) as response:
                     if response.status_code < 400:
-                        return Answer(response.status_code, response.headers, _body(response))
+                        short = len(response.headers.get("content-length", "")) <= 4
+                        body = _body(response) if headers is None or short else b""
+                        return Answer(response.status_code, response.headers, body)
                     response.read()
                     reason, again = self.refusal(response, revision), response.status_code in AGAIN
             except self.broken as error:

@@ -32,8 +32,10 @@ class _Link:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     url: str | None = None
+    xet: str | None = None
+    """The hub's other name for the content, which its newer store may give as ETag."""
     tag: str | None = None
-    """The store's own ETag, where it is not the SHA-256: from the first answer on it must stay."""
+    """The store's own ETag, where it is neither: from the first answer on it must stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +170,9 @@ class HubSource:
         linked, tag = _tag(headers, "x-linked-etag"), _tag(headers, "etag")
         if (linked and linked != wanted) or headers.get("x-repo-commit", self.commit) != self.commit:
             return False
-        if not tag or ours or _SHA256.fullmatch(tag):
-            return not tag or tag == wanted
         link = self._links[file]
+        if not tag or ours or _SHA256.fullmatch(tag):
+            return not tag or tag == wanted or (not ours and tag == link.xet)
         with self._lock:
             link.tag = link.tag or tag
             return link.tag == tag
@@ -191,16 +193,20 @@ class HubSource:
                 link.url = moved
 
     def _resolve(self, file: str) -> str:
-        """Ask the hub where the bytes are. Redirects within the hub are followed; another host's URL is signed."""
+        """Ask the hub where the bytes are. Redirects within the hub are followed; another host's URL is signed.
+
+        By GET, for one byte where there is no redirect: a store may sign for the method that the hub was asked with.
+        """
         url = f"{self._http.endpoint}/{self._repo}/resolve/{self.commit}/{quote(file)}"
         with self._lock:
             self.resolves += 1
         for _ in range(5):
-            answer = self._http.ask("HEAD", url, revision=self.revision)
+            answer = self._http.ask("GET", url, revision=self.revision, headers={"range": "bytes=0-0"})
             if not self._same(file, {k: v for k, v in answer.headers.items() if k.lower() != "etag"}, ours=True):
                 raise changed(file)
             if answer.headers.get("x-linked-size", size := str(self._files[file].size)) != size:
                 raise changed(file)
+            self._links[file].xet = answer.headers.get("x-xet-hash")
             if answer.status not in MOVED:
                 return url
             url = self._http.redirected(url, answer.headers)

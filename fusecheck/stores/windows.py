@@ -30,13 +30,15 @@ class _State(Enum):
 class _Slot:
     """A window and what has become of it; guarded by the lock of its `Windows`, but for the bytes once READY."""
 
-    __slots__ = ("data", "error", "left", "state", "window")
+    __slots__ = ("data", "error", "left", "readers", "state", "window")
 
     def __init__(self, window: Window) -> None:
         self.window = window
         self.left = window.expected
         self.state = _State.PLANNED
-        self.data = memoryview(b"")
+        self.readers = 0
+        """Who copies out of `data` now: so long it is not used for another window."""
+        self.data = bytearray()
         self.error: BaseException | None = None
 
 
@@ -68,6 +70,7 @@ class Windows:
         self._grain = largest = max(1, min(largest, held // (2 * OPEN)))  # what is being read takes half at most
         self._slots = [_Slot(window) for window in schedule(ranges, largest=largest, gap=gap)]
         self._index = by_grain([slot.window for slot in self._slots], largest)
+        self._spare: list[bytearray] = []  # a fresh one costs more than what is copied into it
         self._change = threading.Condition()
         self._next = self._flying = self._held = 0
         self._in_flight = in_flight
@@ -119,16 +122,19 @@ class Windows:
                 raise SystemFailure("the pass over the source has ended", file=file)
             if slot is not None and slot.state is _State.FAILED and slot.error is not None:
                 raise slot.error
-            data = slot.data if slot is not None and slot.state is _State.READY else None
-            if data is None:
+            ready = slot is not None and slot.state is _State.READY
+            if slot is not None and ready:
+                slot.readers += 1
+            else:
                 self._count(size)
-        if slot is None or data is None:
-            self._source.read_into(file, offset, buffer[:size])
-        else:
+        if slot is not None and ready:
             at = offset - slot.window.start
-            buffer[:size] = data[at : at + size]
+            buffer[:size] = memoryview(slot.data)[at : at + size]
+        else:
+            self._source.read_into(file, offset, buffer[:size])
         if slot is not None:
             with self._change:
+                slot.readers -= ready
                 self._served(slot, size)
         return size
 
@@ -148,11 +154,13 @@ class Windows:
 
     def _served(self, slot: _Slot, size: int) -> None:
         slot.left -= size
-        if slot.left > 0 or slot.state is _State.DROPPED:
+        if slot.left > 0 or slot.readers or slot.state in {_State.DROPPED, _State.FETCHING}:
             return
         if slot.state in {_State.READY, _State.FAILED}:
             self._held -= slot.window.size
-        slot.state, slot.data = _State.DROPPED, memoryview(b"")
+        if len(slot.data) == self._grain:
+            self._spare.append(slot.data)
+        slot.state, slot.data = _State.DROPPED, bytearray()
         self._advance()
 
     def _room(self, slot: _Slot) -> bool:
@@ -172,6 +180,8 @@ class Windows:
         slot.state = _State.FETCHING
         self._flying += 1
         self._held += slot.window.size
+        while self._spare and self._held + len(self._spare) * self._grain > self._limit:
+            self._spare.pop()
         self.peak = max(self.peak, self._held)
         self._count(slot.window.size)
         self._pool.submit(self._fetch, slot)
@@ -182,17 +192,24 @@ class Windows:
 
     def _fetch(self, slot: _Slot) -> None:
         error: BaseException | None = None
-        data = memoryview(b"")
+        data = bytearray()
         try:
-            data = memoryview(bytearray(slot.window.size))
-            self._source.read_into(slot.window.file, slot.window.start, data)
+            data = self._buffer(slot.window.size)
+            self._source.read_into(slot.window.file, slot.window.start, memoryview(data))
         except BaseException as caught:  # noqa: BLE001 - it is raised where the bytes are needed
             error = caught
         with self._change:
             self._flying -= 1
-            slot.state, slot.data, slot.error = (
-                (_State.READY, data, None) if error is None else (_State.FAILED, memoryview(b""), error)
-            )
-            if not self._closed:
+            slot.state = _State.READY if error is None else _State.FAILED
+            slot.data, slot.error = (data, None) if error is None else (bytearray(), error)
+            if slot.left <= 0:  # read directly meanwhile
+                self._served(slot, 0)
+            elif not self._closed:
                 self._advance()
             self._change.notify_all()
+
+    def _buffer(self, size: int) -> bytearray:
+        with self._change:
+            if size == self._grain and self._spare:
+                return self._spare.pop()
+        return bytearray(size)
