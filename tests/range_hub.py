@@ -40,6 +40,8 @@ class RangeIlls:
     """Bytes by which the store's ranges lie beside those asked for."""
     tag: str | None = None
     """The store's ETag in place of the SHA-256; `{n}` is the number of the request."""
+    xet: str | None = None
+    """The hub's other name for a file's content."""
     other_bytes: bool = False
     """The store holds another file of the same size, and says so in its ETag."""
     limited: int = 0
@@ -124,6 +126,8 @@ class _RangeHandler(_Handler):
         headers = dict(headers or {})
         if self.host == "hub" and status == 302 and self.hub.range_ills.redirect:
             headers["Location"] = self.hub.range_ills.redirect
+        if self.host == "hub" and status == 302 and self.hub.range_ills.xet:
+            headers["X-Xet-Hash"] = self.hub.range_ills.xet
         span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if self.host == "hub" and status == 200 and span and "/resolve/" in self.path and self.command == "GET":
             start, last = int(span[1]), int(span[2])

@@ -15,6 +15,7 @@ from s3_server import BUCKET, Faults, S3Server
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import Source, StoredFile
 from fusecheck.stores import Target, Windows, is_remote, open_publisher, open_source
+from fusecheck.stores.bucket import failure
 from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size
 
 pytestmark = pytest.mark.filterwarnings("default:::moto", "default:::botocore", "default:::flask")
@@ -223,3 +224,28 @@ def test_versions_are_held_to(s3: S3Server) -> None:
 def test_what_is_remote() -> None:
     assert all(is_remote(url) for url in ("hf://a/b", "s3://b/c", "gs://b", "az://c/d", "http://x"))
     assert not any(is_remote(path) for path in ("a/b", "/a", "./s3:/x", "C:x", ""))
+
+
+class GenericError(Exception):
+    """As obstore's, whose text is all there is."""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "Error performing GET https://b/region-credential?sig=S in 1s - HTTP error: tcp Connection refused",
+            "connection refused",
+        ),
+        ("Error performing PUT http://169.254.169.254/latest/api/token - status code: 403 Forbidden", "no credentials"),
+        ("Generic S3 error: Missing SecretAccessKey", "no credentials"),
+        ("this normally indicates an incorrectly configured region", "another region"),
+        ("GET https://b/x?sig=S - status code: 503 <Code>SlowDown</Code>", "the store answered 503: found SlowDown"),
+        ("GET https://b/x?sig=S - status code: 404 <Code>NoSuchBucket</Code>", "no such bucket"),
+        ("something about https://b/x?sig=S", "GenericError"),
+    ],
+)
+def test_what_the_library_s_errors_become(text: str, words: str) -> None:
+    found = str(failure(GenericError(text), "s3://b/x", "read"))
+    assert words in found
+    assert "sig" not in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -185,6 +186,24 @@ def test_a_store_whose_own_tag_changes_is_no_longer_the_same_file(hub: RangeHub)
         read(source, SHARD, 0, 10)
         with pytest.raises(SystemFailure, match="changed while it was read"):
             read(source, SHARD, 10, 10)
+
+
+def test_a_store_that_names_the_content_as_the_hub_s_newer_one_does(hub: RangeHub) -> None:
+    with hub.range_ill(RangeIlls(tag="e" * 64, xet="e" * 64)):
+        assert read(opened(), SHARD) == BIG
+    with hub.range_ill(RangeIlls(tag="e" * 64, xet="d" * 64)), pytest.raises(SystemFailure, match="changed"):
+        read(opened(), SHARD)
+
+
+def test_a_wait_that_the_store_asks_for_is_kept_by_all_and_has_an_end(hub: RangeHub) -> None:
+    source = opened()
+    read(source, SHARD, 0, 1)
+    hub.ranges.clear()
+    start = time.monotonic()
+    with hub.range_ill(RangeIlls(limited=1, retry_after="3600")), ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda at: read(source, SHARD, at, 9), range(4))) == [BIG[at : at + 9] for at in range(4)]
+    assert QUICK.told <= time.monotonic() - start < 10
+    assert len(hub.ranges) == 5
 
 
 def test_a_branch_that_moves_is_not_followed(hub: RangeHub) -> None:

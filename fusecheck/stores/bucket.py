@@ -25,6 +25,12 @@ _ENDPOINTS = {
 """Where the environment may name another server than the provider's."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
+_CAUSE = re.compile(r"connection (?:refused|reset|closed)|timed out|dns error|certificate|broken pipe", re.IGNORECASE)
+_NO_CREDENTIALS = re.compile(r"credential|Missing \w*Key", re.IGNORECASE)
+_CREDENTIALS = "set those of the provider, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_METADATA = ("://169.254.169.254/", "://metadata.google.internal/", "://metadata/")
+"""Where credentials are looked for last, on the provider's own machines."""
+_PLACES = re.compile(r"https?://\S*|(?<=path )\S*|(?<=location )\S*")
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
 
 
@@ -79,20 +85,26 @@ def told(file: str, doing: str) -> Iterator[None]:
 def failure(error: Exception, file: str, doing: str) -> FusecheckError:
     """Our words, and of the library's the status and the store's own code: the rest holds URLs."""
     text = str(error)
-    code = _CODE.search(text)
-    status = _STATUS.search(text)
+    code, status = _CODE.search(text), _STATUS.search(text)
     if code is not None and code[1] in _NO_BUCKET:
         return UsageError("there is no such bucket", file=file, found=code[1])
     if isinstance(error, FileNotFoundError):
         return SystemFailure(f"cannot {doing}: it is not there", file=file)
-    kind = type(error).__name__
-    if kind in {"PermissionDeniedError", "UnauthenticatedError"} or (
-        status is not None and status[1] in {"401", "403"}
-    ):
-        remedy = "check the credentials that the environment gives, and what they allow"
-        return SystemFailure(f"cannot {doing}: access denied", file=file, found=code and code[1], remedy=remedy)
-    if status is None and ("credential" in text.lower() or "Missing" in text):
-        remedy = "set those of the provider, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        return SystemFailure(f"cannot {doing}: no credentials in the environment", file=file, remedy=remedy)
-    cause = " ".join([*([f"the store answered {status[1]}"] if status else []), *([code[1]] if code else [])])
-    return SystemFailure(f"cannot {doing}: {cause or kind}", file=file, remedy="check the network, and run again")
+    what, remedy = _cause(type(error).__name__, _PLACES.sub("", text), status and status[1])
+    if any(host in text for host in _METADATA):
+        what, remedy = "no credentials in the environment", _CREDENTIALS
+    return SystemFailure(f"cannot {doing}: {what}", file=file, found=code and code[1], remedy=remedy)
+
+
+def _cause(kind: str, text: str, status: str | None) -> tuple[str, str]:
+    """(what happened, what to do) by the library's error without its places."""
+    if kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"}:
+        return "access denied", "check the credentials that the environment gives, and what they allow"
+    if status is not None:
+        return f"the store answered {status}", "run again later"
+    if _NO_CREDENTIALS.search(text):
+        return "no credentials in the environment", _CREDENTIALS
+    if "incorrectly configured region" in text:
+        return "the bucket is in another region", "set AWS_REGION"
+    known = _CAUSE.search(text)
+    return known[0].lower() if known else kind, "check the network, and run again"
