@@ -112,6 +112,16 @@ def test_a_plan_holds_to_what_it_froze(s3: S3Server) -> None:
         open_source(WHERE, frozen={"lost": StoredFile(1, {})})
 
 
+def test_a_console_s_folders_are_no_files(s3: S3Server) -> None:
+    for key in ("", "1_Pooling/", "empty-folder/"):
+        s3.put(f"models/tiny/{key}", b"")
+    s3.put("models/tiny/empty", b"")
+    assert list(open_source(WHERE).files()) == sorted([*FILES, "empty"])
+    s3.put("models/tiny/a//b", b"")
+    with pytest.raises(UsageError, match="no path"):
+        open_source(WHERE)
+
+
 def test_a_pass_over_a_bucket_in_windows(s3: S3Server) -> None:
     source = open_source(WHERE)
     ranges = [("model.safetensors", at, 1000) for at in range(0, len(BIG) - 1000, 1000)]

@@ -95,12 +95,28 @@ def _drain(result: GetResult, buffer: memoryview) -> tuple[int, Exception | None
 
 
 def list_bucket(store: ObjectStore, where: str) -> dict[str, StoredFile]:
-    """Every object below the prefix, in order of the keys."""
+    """Every object below the prefix, in order of the keys. UsageError for a key that no path can be."""
     import obstore  # noqa: PLC0415 - an extra
+    from obstore.exceptions import InvalidPathError  # noqa: PLC0415
 
     with told(where, "list"):
-        found = {meta["path"]: stored_object(meta) for page in obstore.list(store, chunk_size=1000) for meta in page}
-    return {name: found[name] for name in sorted(found) if name}
+        try:
+            found = {meta["path"]: meta for page in obstore.list(store, chunk_size=1000) for meta in page}
+        except InvalidPathError:
+            raise UsageError("holds a key that is no path", file=where, remedy="remove it, such as a//b") from None
+        names = sorted(name for name, meta in found.items() if name and (meta["size"] or not _is_marker(store, name)))
+    return {name: stored_object(found[name]) for name in names}
+
+
+def _is_marker(store: ObjectStore, name: str) -> bool:
+    """Whether an empty object is what consoles make of a folder: its key ends with a slash, which obstore cuts off."""
+    import obstore  # noqa: PLC0415 - an extra
+
+    try:
+        obstore.head(store, name)
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def stored_object(meta: ObjectMeta) -> StoredFile:
