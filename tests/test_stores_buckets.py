@@ -134,6 +134,15 @@ def test_a_pass_over_a_bucket_in_windows(s3: S3Server) -> None:
     assert len(s3.seen) - before == reader.requests == 3
 
 
+def test_a_closed_source_ends_its_readers(s3: S3Server) -> None:
+    source = open_source(WHERE)
+    asked = len(s3.seen)
+    source.close()
+    with pytest.raises(SystemFailure, match="was closed"):
+        read(source, "config.json")
+    assert len(s3.seen) == asked
+
+
 def test_what_cannot_be_opened(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no such bucket"):
         open_source("s3://another-bucket/x")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import StoredFile
 from fusecheck.stores.address import Address
 from fusecheck.stores.bucket import connect, failure, told
@@ -30,10 +30,14 @@ class BucketSource:
         self.retries = 0
         self.bytes_read = 0
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._store = connect(address)
         self._files = agreed(list_bucket(self._store, str(address)), frozen)
         if not self._files:
             raise UsageError("there is nothing", file=str(address), remedy="check the bucket and the prefix")
+        untold = next((name for name, file in self._files.items() if "etag" not in file.identity), None)
+        if untold is not None:
+            raise SystemFailure("the store gives it no ETag, so that no change would show", file=untold)
 
     def files(self) -> Mapping[str, StoredFile]:
         """Every object, by its key below the prefix."""
@@ -45,7 +49,7 @@ class BucketSource:
         done = failed = 0
         while done < len(buffer):
             result = self._get(file, known, offset + done, offset + len(buffer))
-            got, error = _drain(result, buffer[done:])
+            got, error = self._drain(result, buffer[done:])
             failed = failed + 1 if not got else 0
             done += got
             with self._lock:
@@ -55,7 +59,12 @@ class BucketSource:
                 raise failure(error, file, "read") if error else SystemFailure("ends early each time", file=file)
 
     def close(self) -> None:
-        """Nothing to do: obstore closes its connections with the last use."""
+        """End every read; obstore closes its connections with the last use."""
+        self._closed.set()
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise SystemFailure("the source was closed while it was read")
 
     def _get(self, file: str, known: StoredFile, start: int, stop: int) -> GetResult:
         import obstore  # noqa: PLC0415 - an extra
@@ -66,6 +75,7 @@ class BucketSource:
             options["if_match"] = known.identity["etag"]
         if "version" in known.identity:
             options["version"] = known.identity["version"]
+        self._check_open()
         with self._lock:
             self.requests += 1
         with told(file, "read"):
@@ -80,18 +90,20 @@ class BucketSource:
             raise SystemFailure("the store gives other bytes than asked for", file=file, found=result.range)
         return result
 
-
-def _drain(result: GetResult, buffer: memoryview) -> tuple[int, Exception | None]:
-    """(bytes that came, what ended them early)."""
-    done = 0
-    try:
-        for chunk in result.stream(min_chunk_size=_CHUNK):
-            part = memoryview(chunk)[: len(buffer) - done]
-            buffer[done : done + len(part)] = part
-            done += len(part)
-    except Exception as error:  # noqa: BLE001 - as in `told`
-        return done, error
-    return done, None
+    def _drain(self, result: GetResult, buffer: memoryview) -> tuple[int, Exception | None]:
+        """(bytes that came, what ended them early)."""
+        done = 0
+        try:
+            for chunk in result.stream(min_chunk_size=_CHUNK):
+                self._check_open()
+                part = memoryview(chunk)[: len(buffer) - done]
+                buffer[done : done + len(part)] = part
+                done += len(part)
+        except FusecheckError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in `told`
+            return done, error
+        return done, None
 
 
 def list_bucket(store: ObjectStore, where: str) -> dict[str, StoredFile]:
