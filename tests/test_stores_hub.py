@@ -289,10 +289,11 @@ def test_a_closed_source_ends_its_readers(hub: RangeHub) -> None:
 
 
 def test_signed_urls_are_not_logged(hub: RangeHub, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         read(opened(), SHARD)
     assert hub.store in caplog.text
     assert "Signature" not in caplog.text
+    assert TOKEN not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,7 @@ from fusecheck.stores.patience import Attempts, Patience, Pause, asked_to_wait
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Answers that a later one may not repeat."""
 MOVED = frozenset({301, 302, 303, 307, 308})
+_QUERY = re.compile(r"\?[^\s'\"<>]+")
 MAX_LISTING = 64 << 20
 """Bytes of one page of a listing that are taken."""
 
@@ -183,17 +185,19 @@ def _body(response: Response) -> bytes:
 
 
 def _hush(library: str) -> None:
-    """Cut the queries, which sign, out of the lines that the HTTP library logs."""
-    logger = logging.getLogger(library)
-    if not any(isinstance(known, _NoQueries) for known in logger.filters):
-        logger.addFilter(_NoQueries())
+    """Cut the queries, which sign, out of the lines that the libraries log, for whoever shows those."""
+    for name in (library, f"{library.replace('httpx', 'httpcore')}.http11", "huggingface_hub.utils._http"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _NoQueries) for known in logger.filters):
+            logger.addFilter(_NoQueries())
 
 
 class _NoQueries(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep every line."""
+        record.msg = _QUERY.sub("?", str(record.msg))
         if isinstance(record.args, tuple):
             record.args = tuple(
-                arg if isinstance(arg, int | float) else str(arg).partition("?")[0] for arg in record.args
+                arg if isinstance(arg, int | float) else _QUERY.sub("?", str(arg)) for arg in record.args
             )
         return True
