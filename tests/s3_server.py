@@ -33,6 +33,8 @@ class Faults:
     ignore_if_match: bool = False
     refuse_part: int = 0
     """The part of this number is refused with 403."""
+    conflicts: int = 0
+    """So many conditional writes are answered 409, as S3 does while another one is under way."""
     cut_every: int = 0
     """Each so-manieth body of an object ends in the middle, with the connection."""
     deny: bool = False
@@ -126,6 +128,11 @@ class S3Server:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>"]
+        if "HTTP_IF_NONE_MATCH" in environ and self.faults.conflicts:
+            self.faults.conflicts -= 1
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("409 Conflict", [("Content-Type", "application/xml")])
+            return [b"<?xml version='1.0'?><Error><Code>ConditionalRequestConflict</Code></Error>"]
         if self.faults.ignore_if_none_match:
             environ.pop("HTTP_IF_NONE_MATCH", None)
         if self.faults.ignore_if_match:

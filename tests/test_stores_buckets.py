@@ -14,7 +14,7 @@ from s3_server import BUCKET, Faults, S3Server
 
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import Source, StoredFile
-from fusecheck.stores import Target, Windows, is_remote, open_publisher, open_source
+from fusecheck.stores import Target, Windows, open_publisher, open_source
 from fusecheck.stores.bucket import failure
 from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size
 
@@ -232,17 +232,20 @@ def test_a_store_that_ignores_if_none_match_is_found(s3: S3Server, target: Targe
     assert s3.objects()["out/fusecheck.json"] == b"{}"
 
 
+def test_a_commit_that_meets_another_one_under_way_is_tried_again(s3: S3Server, target: Target) -> None:
+    target.check()
+    s3.faults.conflicts = 2
+    assert target.commit(b"{}")
+    assert s3.faults.conflicts == 0
+    assert s3.objects()["out/fusecheck.json"] == b"{}"
+
+
 def test_versions_are_held_to(s3: S3Server) -> None:
     s3.version()
     target = open_publisher(f"s3://{BUCKET}/out")
     first = target.put("a", blocks(b"one"), 3)
     assert first.identity["version"]
     assert target.put("a", blocks(b"two"), 3) != first
-
-
-def test_what_is_remote() -> None:
-    assert all(is_remote(url) for url in ("hf://a/b", "s3://b/c", "gs://b", "az://c/d", "http://x"))
-    assert not any(is_remote(path) for path in ("a/b", "/a", "./s3:/x", "C:x", ""))
 
 
 class GenericError(Exception):

@@ -18,10 +18,10 @@ from range_hub import RangeHub, RangeIlls
 
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import StoredFile
-from fusecheck.stores import hosts, open_source
+from fusecheck.stores import Windows, hosts, open_source
 from fusecheck.stores.address import parse
 from fusecheck.stores.hub_source import HubSource
-from fusecheck.stores.patience import Patience, asked_to_wait
+from fusecheck.stores.patience import Patience
 
 REPO = "test/tiny"
 TOKEN = "hf_" + "secret" * 5
@@ -146,6 +146,23 @@ def test_a_cut_body_is_asked_for_again_from_where_it_ended(hub: RangeHub) -> Non
     assert source.bytes_read == len(BIG) + 1000
 
 
+@pytest.mark.parametrize("ills", [RangeIlls(), RangeIlls(cut_every=3, busy_every=4, uses=2)], ids=["well", "ill"])
+def test_a_pass_in_windows_reads_the_commit_in_few_requests(hub: RangeHub, ills: RangeIlls) -> None:
+    source = opened()
+    ranges = [
+        (file, at, min(777, len(BIG) - at)) for at in range(0, len(BIG), 777) for file in FILES if "model" in file
+    ]
+    before = source.requests
+    with hub.range_ill(replace(ills)), Windows(source, ranges, largest=50_000) as reader:
+        for file, at, size in ranges:
+            buffer = bytearray(size)
+            reader.read_into(file, at, memoryview(buffer))
+            assert buffer == FILES[file][at : at + size]
+    assert reader.requests == reader.planned == 2 * len(BIG) // 50_000
+    if ills == RangeIlls():
+        assert source.requests - before == reader.requests + source.resolves == 10
+
+
 @pytest.mark.parametrize(
     ("ills", "words"),
     [
@@ -259,13 +276,6 @@ def test_a_redirect_may_not_lead_inward_nor_to_plain_http(hub: RangeHub, monkeyp
             read(source, SHARD)
 
 
-def test_plain_http_is_for_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.example")
-    with pytest.raises(UsageError, match="plain http"):
-        open_source(f"hf://{REPO}")
-
-
 def test_offline_and_unreachable(hub: RangeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SystemFailure, match="HF_HUB_OFFLINE is set"):
@@ -294,28 +304,6 @@ def test_signed_urls_are_not_logged(hub: RangeHub, caplog: pytest.LogCaptureFixt
     assert hub.store in caplog.text
     assert "Signature" not in caplog.text
     assert TOKEN not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("headers", "seconds"),
-    [
-        ({}, None),
-        ({"retry-after": "7"}, 7),
-        ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0),
-        ({"retry-after": "soon"}, None),
-        ({"ratelimit": '"resolvers";r=0;t=42'}, 42),
-    ],
-)
-def test_how_long_a_server_asks_to_wait(headers: dict[str, str], seconds: float | None) -> None:
-    assert asked_to_wait(headers) == seconds
-
-
-@pytest.mark.parametrize(
-    "url", ["hf://", "hf://a", "hf://a/b/c", "hf://a/b@", "hf://a/b@x y", "s3://", "http://a/b", "s3://bucket/a/../b"]
-)
-def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(UsageError):
-        parse(url)
 
 
 def test_a_read_beyond_the_end_is_a_bug(hub: RangeHub) -> None:

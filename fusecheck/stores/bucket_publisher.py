@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,8 @@ MIB = 1 << 20
 MAX_PARTS = 10_000
 """Parts of one object that every store allows."""
 _PROBE = f"{OWN}/probe-"
+_CONFLICTS = 5
+"""Commits that are refused although nothing is there, one after the other."""
 _HELD = 64 * MIB
 """Bytes of parts in flight, or one part where that is more."""
 
@@ -86,8 +89,12 @@ class BucketPublisher:
         if not self._conditional and self.have(MANIFEST) is None:
             self._call(lambda: self._single(MANIFEST, manifest))
             return True
-        if self._conditional and self._create(MANIFEST, manifest):
-            return True
+        for attempt in range(_CONFLICTS):
+            if self._conditional and self._create(MANIFEST, manifest):
+                return True
+            if self.have(MANIFEST) is not None:
+                break
+            time.sleep(0.2 * 2**attempt)  # S3 refuses one of two that come together before either is there
         if self.read(MANIFEST) != manifest:
             raise taken(self._where)
         return False
