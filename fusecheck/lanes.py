@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ QUEUED = 8
 """Pieces, of about a MiB each, that wait for one publisher."""
 
 _WAIT_SECONDS = 0.5
+_RANK = re.compile(r"model-rank-[0-9]+-part-([0-9]+)\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,17 @@ class Sent:
 
 
 def lanes_of(files: Iterable[PlannedFile]) -> tuple[Lane, ...]:
-    """Every file on its own: no two files of the fused form are cut out of one tensor."""
-    return tuple((file,) for file in files)
+    """Files that belong together, in the order of the first of each: the ranks of one part, all others on their own."""
+    lanes: dict[str, list[PlannedFile]] = {}
+    for file in files:
+        lanes.setdefault(lane_name(file.path), []).append(file)
+    return tuple(map(tuple, lanes.values()))
+
+
+def lane_name(path: str) -> str:
+    """What the files of a lane have in common: `model-rank-3-part-0.safetensors` is cut out of what part 0 is made of."""
+    match = _RANK.fullmatch(path)
+    return path if match is None else f"part-{match[1]}"
 
 
 def lane_reads(lane: Lane) -> Iterator[tuple[str, int, int]]:

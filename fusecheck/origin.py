@@ -34,6 +34,15 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests to a store, those that were repeated, bytes that came."""
+
+    requests: int
+    retries: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
     """An opened source. `files` are those that are read, by their identities."""
 
@@ -48,6 +57,12 @@ class Origin:
         """The store's reader, which knows requests and retries."""
         files = self.checkpoint.files
         return files.source if isinstance(files, StoredFiles) else None
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the source's store so far; nothing for a folder."""
+        counts = (getattr(self.source, name, 0) for name in ("requests", "retries", "bytes_read"))
+        return Traffic(*map(int, counts))
 
     def provenance(self, out: str) -> Provenance:
         """As the manifest records it: repository and commit, URL and identities, or the folder as seen from a folder OUT."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from fusecheck.errors import UsageError
-from fusecheck.lanes import OnBytes, lanes_of, send
+from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.lanes import OnBytes, lane_name, lanes_of, send
 from fusecheck.ledger import Record, add_record, begin, check_mark, find_records, judge
 from fusecheck.planned import Plan
 from fusecheck.reader import Progress
-from fusecheck.stores import Target, open_publisher
+from fusecheck.stores import Target, is_remote, open_publisher
+from fusecheck.target import free_space
 from fusecheck.work import Work, reader_of
 
 
@@ -30,15 +32,19 @@ def opened_target(out: str, digest: str = "", *, allow_unconditional: bool) -> I
 
 
 def part_of(plan: Plan, part: int, parts: int) -> tuple[int, ...]:
-    """Numbers of the objects of part `part` (from 0) of `parts`: the largest first, each to whoever has least so far."""
-    load = [0] * parts
-    mine = []
-    order = sorted(range(len(plan.objects)), key=lambda number: (-plan.objects[number].size, number))
-    for number in order:
+    """Numbers of the objects of part `part` (from 0) of `parts`: the largest first, each to whoever has least so far.
+
+    What is cut out of the same tensors stays together.
+    """
+    lanes: dict[str, list[int]] = {}
+    for number, item in enumerate(plan.objects):
+        lanes.setdefault(lane_name(item.name), []).append(number)
+    sized = [(sum(plan.objects[number].size for number in lane), lane) for lane in lanes.values()]
+    load, mine = [0] * parts, list[int]()
+    for size, lane in sorted(sized, key=lambda pair: (-pair[0], pair[1])):
         least = load.index(min(load))
-        load[least] += plan.objects[number].size
-        if least == part:
-            mine.append(number)
+        load[least] += size
+        mine += lane if least == part else []
     return tuple(sorted(mine))
 
 
@@ -60,21 +66,30 @@ def run_objects(work: Work, target: Target, part: tuple[int, int], on_progress: 
     left = [number for number in numbers if number not in good]
     if left and standing.committed:
         raise spoilt(plan, plan.objects[left[0]].name)
-    lanes = lanes_of([job.shards[number].file for number in left])
-    tell = counter(sum(file.size for lane in lanes for file in lane), on_progress)
-    with reader_of(work.origin, (file for lane in lanes for file in lane)) as reader:
-        for number, lane in zip(left, lanes, strict=True):
+    files = {job.shards[number].file.path: number for number in left}
+    size = sum(plan.objects[number].size for number in left)
+    _require_space(plan.out, size)
+    tell = counter(size, on_progress)
+    with reader_of(work.origin, [job.shards[number].file for number in left]) as reader:
+        for lane in lanes_of(job.shards[number].file for number in left):
             check_mark(target, plan)
             sent = send(lane, reader, target, tell, sha256=job.options.checksums)
             job.checkpoint.files.check_unchanged()
             for item in sent:
                 record = Record(plan.digest, item.file.path, item.stored, item.written, item.sha256, part)
-                add_record(target, number, record)
+                add_record(target, files[item.file.path], record)
     names = [plan.objects[number].name for number in numbers]
     written = {plan.objects[number].name for number in left}
     return PartDone(
         tuple(name for name in names if name in written), tuple(name for name in names if name not in written)
     )
+
+
+def _require_space(out: str, needed: int) -> None:
+    """Of a folder; other parts may want the same space, and then the write itself fails."""
+    found = None if is_remote(out) else free_space(Path(out))
+    if found is not None and found < needed:
+        raise SystemFailure("not enough free space", file=out, found=f"{found} bytes", wanted=f"{needed} bytes")
 
 
 def counter(total: int, on_progress: Progress | None) -> OnBytes:

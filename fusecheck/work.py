@@ -22,6 +22,7 @@ from fusecheck.plan import PlannedFile
 from fusecheck.planned import Estimate, Plan, PlannedObject
 from fusecheck.reader import Progress, Reader
 from fusecheck.stores import is_remote
+from fusecheck.stores.address import parse
 from fusecheck.stores.bucket_publisher import part_size
 from fusecheck.stores.schedule import schedule
 from fusecheck.stores.windows import HELD
@@ -33,28 +34,12 @@ BASE_MEMORY = 128 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Requests to a store, those that were repeated, bytes that came."""
-
-    requests: int
-    retries: int
-    bytes_read: int
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """An opened source, what is to be made of it, and the plan that says so."""
 
     origin: Origin
     job: Job
     plan: Plan
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was asked of the source's store so far; nothing for a folder."""
-        source: object = self.origin.source
-        counts = (getattr(source, name, 0) for name in ("requests", "retries", "bytes_read"))
-        return Traffic(*map(int, counts))
 
 
 def reader_of(origin: Origin, files: Iterable[PlannedFile]) -> AbstractContextManager[Reader]:
@@ -155,12 +140,17 @@ def _check_same(plan: Plan, now: Plan) -> None:
 
 
 def _refuse_overlap(origin: Origin, out: str) -> None:
-    if origin.folder is None:
-        if origin.place.rstrip("/") == out.rstrip("/"):
-            raise UsageError("OUT is SRC", file=out, remedy="choose another prefix")
+    if origin.folder is None or is_remote(out):
+        one, other = parse(origin.place), parse(out)
+        if (one.kind, one.root) == (other.kind, other.root) and _nested(one.prefix, other.prefix):
+            raise UsageError("OUT is SRC, lies inside it or around it", file=out, remedy="choose another prefix")
         return
-    if is_remote(out):
-        return
+    if Path(out).is_symlink():
+        raise UsageError("OUT is a symbolic link", file=out, remedy="name the folder itself")
     here, source = Path(os.path.realpath(out)), Path(os.path.realpath(origin.folder.folder))
     if here == source or here in source.parents or source in here.parents:
         raise UsageError("OUT is SRC, lies inside it or around it", file=out, remedy="name a folder outside SRC")
+
+
+def _nested(one: str, other: str) -> bool:
+    return f"{one}/".startswith(f"{other}/" if other else "") or f"{other}/".startswith(f"{one}/" if one else "")

@@ -226,6 +226,19 @@ def test_out_is_neither_src_nor_around_it(source: Path, tmp_path: Path, out: str
         fusecheck.make_plan(source, tmp_path / out)
 
 
+def test_out_is_no_link(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="a symbolic link"):
+        fusecheck.make_plan(source, tmp_path / "link")
+
+
+def test_space_is_looked_at_before_the_first_byte(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusecheck.parts.free_space", lambda _: 1000)
+    with pytest.raises(SystemFailure, match="not enough free space"):
+        fusecheck.run_part(plan)
+    assert folder_files(tmp_path / "out") == {}
+
+
 def test_a_hub_id_is_no_source_of_a_plan(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="hf://test/tiny"):
         fusecheck.make_plan("test/tiny", tmp_path / "out")

@@ -91,6 +91,8 @@ def same(made: dict[str, bytes], wanted: dict[str, bytes]) -> dict[str, object]:
 def test_hub_to_folder_in_one_pass(hub: RangeHub, wanted: dict[str, bytes], tmp_path: Path) -> None:
     report = fusecheck.fuse(f"hf://{REPO}", tmp_path / "out")
     assert (report.verdict, report.source) == ("fused", f"hf://{REPO}")
+    assert report.traffic is not None
+    assert report.traffic.requests < 50
     commit = hub.repositories[REPO].refs["main"]
     assert same(folder_files(tmp_path / "out"), wanted) == {
         "repo_id": REPO,
@@ -195,7 +197,8 @@ def test_a_foreign_prefix_is_refused(s3: S3Server, bucket: str, call: Call) -> N
         code, _, complaint = call(*arguments)
         assert (code, "not empty" in complaint) == (2, True), complaint
     assert call("fuse", bucket, f"{OUT}2", "--force")[0] == 2
-    assert call("fuse", bucket, bucket)[0] == 2
+    for nested in (bucket, f"{bucket}/below", f"s3://{BUCKET}"):
+        assert call("fuse", bucket, nested, "--dry-run")[0] == 2
     assert call("fuse", bucket, f"hf://{REPO}")[0] == 2
     assert objects(s3) == {"notes.txt": b"mine"}
 
@@ -253,6 +256,37 @@ def test_inspect_reads_headers_only(hub: RangeHub, bucket: str, call: Call) -> N
         report = json.loads(told)
         assert (code, report["verdict"], report["would_fuse"], report["path"]) == (0, "sound", True, place)
     assert len(hub.ranges) == 5
+
+
+def test_a_plan_says_what_it_takes(s3: S3Server, bucket: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    report = fusecheck.make_plan(bucket, OUT)
+    plan.write_text(report.text)
+    s3.seen.clear()
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    objects_got = sum(len(s3.asked(method, "/in/")) for method in ("GET", "HEAD"))
+    made = s3.asked("PUT", "/deep/out/") + s3.asked("POST", "/deep/out/")
+    assert report.estimate.bytes_written == sum(len(data) for data in objects(s3).values()) - len(
+        objects(s3)["fusecheck.json"]
+    )
+    assert objects_got <= report.estimate.requests <= 3 * (objects_got + len(made))
+
+
+def test_a_signal_ends_a_run_and_leaves_no_upload(s3: S3Server, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "large", Spec(hidden_size=512, vocab_size=32768))
+    plan = tmp_path / "plan.json"
+    plan.write_text(fusecheck.make_plan(tmp_path / "large", OUT).text)
+    process = subprocess.Popen([sys.executable, "-m", "fusecheck", "run", plan], stderr=subprocess.PIPE, text=True)
+    for _ in range(2000):
+        if s3.open_multiparts():
+            break
+        time.sleep(0.005)
+    process.terminate()
+    _, told = process.communicate(timeout=30)
+    assert process.returncode in {143, 0}, told
+    assert s3.open_multiparts() == 0
+    assert fusecheck.run_part(plan).verdict == ("written" if process.returncode else "already_done")
 
 
 @pytest.mark.parametrize("seed", range(3))

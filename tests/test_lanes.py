@@ -68,6 +68,12 @@ def test_every_byte_of_the_source_is_fetched_once_for_all_files_of_a_lane() -> N
     assert target.contents == alone.contents
 
 
+def test_the_ranks_of_one_part_are_a_lane() -> None:
+    names = [*(f"model-rank-{rank}-part-{part}.safetensors" for rank in (0, 1, 10) for part in (0, 1)), "config.json"]
+    lanes = lanes_of(PlannedFile(name, b"", ()) for name in names)
+    assert [[file.path for file in lane] for lane in lanes] == [names[0:6:2], names[1:6:2], ["config.json"]]
+
+
 @pytest.mark.parametrize("of", [1, 3])
 def test_a_put_that_fails_fails_the_lane_and_nothing_hangs(of: int) -> None:
     lane = columns(of, 600, 8)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from fusecheck.finishing import finish
+from fusecheck.origin import Traffic
 from fusecheck.parts import opened_target
 from fusecheck.planned import read_plan
 from fusecheck.reader import Progress
-from fusecheck.work import Traffic, same_work
+from fusecheck.work import same_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,6 @@ def finalize(
             plan=document.digest,
             objects=len(document.objects),
             output_bytes=work.job.size,
-            traffic=work.traffic,
+            traffic=work.origin.traffic,
             warnings=done.warnings,
         )

@@ -16,7 +16,7 @@ from fusecheck.job import Job, Options, Outcome, carry_out, compare_heads, decid
 from fusecheck.ledger import judge
 from fusecheck.mapping import Experts
 from fusecheck.model import LeftSplit
-from fusecheck.origin import Origin, Reading, open_origin
+from fusecheck.origin import Origin, Reading, Traffic, open_origin
 from fusecheck.parts import opened_target, run_objects
 from fusecheck.reader import Progress
 from fusecheck.sidefiles import LeftOut
@@ -48,6 +48,8 @@ class FuseReport:
     side_files: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     warnings: tuple[str, ...]
+    traffic: Traffic | None = None
+    """What was asked of the source's store; None for a folder."""
 
 
 def fuse(
@@ -161,4 +163,5 @@ def _report(outcome: Outcome, origin: Origin, out: str, job: Job) -> FuseReport:
         side_files=tuple(side.path for side in job.checkpoint.side_files),
         left_out=job.checkpoint.left_out,
         warnings=(*job.warnings, *outcome.warnings),
+        traffic=None if origin.source is None else origin.traffic,
     )

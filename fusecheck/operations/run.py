@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from fusecheck.errors import UsageError
+from fusecheck.origin import Traffic
 from fusecheck.parts import opened_target, run_objects
 from fusecheck.planned import read_plan
 from fusecheck.reader import Progress
-from fusecheck.work import Traffic, same_work
+from fusecheck.work import same_work
 
 INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID")
 """Where a Kubernetes Indexed Job and a Slurm array tell a process which one it is."""
@@ -69,7 +70,7 @@ def run_part(
             written=done.written,
             stood=done.stood,
             bytes_written=sum(sizes[name] for name in done.written),
-            traffic=work.traffic,
+            traffic=work.origin.traffic,
             warnings=work.job.checkpoint.warnings,
         )
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fusecheck.operations.finalize import FinalizeReport
     from fusecheck.operations.plan import PlanReport
     from fusecheck.operations.run import RunReport
-    from fusecheck.work import Traffic
+    from fusecheck.origin import Traffic
 
 
 def plan_line(report: PlanReport) -> str:
@@ -34,17 +34,18 @@ def run_lines(report: RunReport, *, verbose: bool = False) -> Iterator[str]:
     )
     for name in report.written if verbose else ():
         yield f"  written: {shown(name)}"
-    yield from _traffic(report.traffic)
+    yield from traffic_line(report.traffic)
 
 
 def finalize_lines(report: FinalizeReport) -> Iterator[str]:
     """The summary of a commit."""
     what = "already committed" if report.verdict == "already_done" else "committed"
     yield f"{what}: {shown(report.out)}: {count(report.objects, 'shard')}, {decimal(report.output_bytes)}"
-    yield from _traffic(report.traffic)
+    yield from traffic_line(report.traffic)
 
 
-def _traffic(traffic: Traffic) -> Iterator[str]:
+def traffic_line(traffic: Traffic) -> Iterator[str]:
+    """What a source in a store was asked for, where it was one."""
     if traffic.requests:
         yield (
             f"  read {decimal(traffic.bytes_read)} in {count(traffic.requests, 'request')}, {traffic.retries} of them again"
