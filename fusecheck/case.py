@@ -144,8 +144,9 @@ def _recorded(case: Case, manifest: Manifest, stack: ExitStack) -> Checkpoint | 
     """What is at the place that the manifest records; digests alone are checked, with a warning, where that is nothing."""
     folder = recorded_folder(None if is_remote(case.place) else case.folder, manifest)
     if folder is None:
-        where = recorded_place(manifest)
-        case.warnings.append(f"the source {where} is not there; OUT is checked against its manifest's digests alone")
+        where, url = recorded_place(manifest), manifest.provenance.url
+        what = "is read only where --source names it" if url is not None else "is not there"
+        case.warnings.append(f"the source {where} {what}; OUT is checked against its manifest's digests alone")
         return None
     try:
         return stack.enter_context(_complete(str(folder)))

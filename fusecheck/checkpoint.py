@@ -153,6 +153,7 @@ def _read(files: CheckpointFiles, names: frozenset[str], *, follow_links: bool, 
         shard, header = read_shard(files, name, max_header_bytes)
         shards.append(shard)
         merge_tensors(tensors, header.tensors, index)
+    files.expect_heads(())
     if index:
         check_covered(index, tensors)
     side_files, left_out = files.side_files(frozenset((*chosen, CONFIG, INDEX)), follow_links=follow_links)
