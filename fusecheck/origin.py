@@ -53,6 +53,12 @@ class Origin:
     """Where it lies on this machine; None where it is in a store."""
 
     @property
+    def name(self) -> str:
+        """What it is, wherever its snapshot lies on this machine."""
+        folder = self.folder
+        return self.place if folder is None or folder.commit is None else f"{folder.repo_id}@{folder.commit}"
+
+    @property
     def source(self) -> Source | None:
         """The store's reader, which knows requests and retries."""
         files = self.checkpoint.files
@@ -118,7 +124,7 @@ def _origin(
 ) -> Origin:
     try:
         names = files_read(checkpoint)
-        found = {name: _identity(checkpoint, name) for name in names}
+        found = {name: _identity(checkpoint, name, folder) for name in names}
         if frozen is not None:
             _check_same(found, frozen)
     except BaseException:
@@ -134,11 +140,13 @@ def files_read(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(sorted([*names, *(side.path for side in checkpoint.side_files)]))
 
 
-def _identity(checkpoint: Checkpoint, name: str) -> StoredFile:
+def _identity(checkpoint: Checkpoint, name: str, folder: LocalSource | None) -> StoredFile:
+    """A snapshot of the hub is told by its commit: another download of it has other times."""
     if isinstance(checkpoint.files, StoredFiles):
         return checkpoint.files.add(name)
     with suppress(OSError):
-        return stored_file((checkpoint.folder / name).stat())
+        found = stored_file((checkpoint.folder / name).stat())
+        return found if folder is None or folder.commit is None else replace(found, identity={"commit": folder.commit})
     raise SystemFailure("vanished while it was looked at", file=name)
 
 

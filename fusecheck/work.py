@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -65,13 +65,15 @@ def planned_work(
     *,
     revision: str | None = None,
     on_download: Progress | None = None,
+    alone: bool = False,
 ) -> Iterator[Work]:
-    """Open SRC and decide everything. The source is closed with the block."""
+    """Open SRC and decide everything. The source is closed with the block. `alone`: no other process opens it anew."""
     origin = open_origin(source, reading=reading, revision=revision, on_download=on_download)
     with origin.checkpoint:
         _refuse_overlap(origin, out)
         job = decide(origin.checkpoint, options)
-        yield Work(origin, job, _plan(origin, job, out, reading))
+        plan = _plan(origin, job, out, reading)
+        yield Work(origin, job, replace(plan, source=origin.name) if alone else plan)
 
 
 @contextmanager

@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import SIDE_FILES, Spec, write_checkpoint
+from checkpoints import SIDE_FILES, Spec, hub_folder, write_checkpoint
 from huggingface_hub import constants
 from memory_store import folder_files
 from range_hub import RangeHub, RangeIlls
@@ -143,6 +144,17 @@ def test_folder_to_bucket_to_folder(s3: S3Server, source: Path, wanted: dict[str
     fusecheck.fuse(OUT, tmp_path / "copied")
     made = {name: data for name, data in folder_files(tmp_path / "copied").items() if name.startswith("model")}
     assert made == {name: data for name, data in wanted.items() if name.startswith("model")}
+
+
+def test_another_download_of_the_same_commit_is_the_same_source(s3: S3Server, tmp_path: Path) -> None:
+    """As a pod that starts again with an empty cache has it."""
+    del s3
+    for number, verdict in enumerate(("fused", "already_done")):
+        snapshot = hub_folder(tmp_path / f"cache-{number}", REPO)
+        write_checkpoint(snapshot, replace(SPEC, hub_cache=True))
+        for path in snapshot.iterdir():
+            os.utime(path, (number, number))
+        assert fusecheck.fuse(snapshot, OUT).verdict == verdict
 
 
 def test_parts_from_hub_to_bucket_by_processes(

@@ -133,7 +133,9 @@ def _to_store(
     with opened_target(out, allow_unconditional=allow_unconditional) as target:
         if not dry_run:  # before a download of hours
             target.check()
-        with planned_work(source, out, options, reading, revision=revision, on_download=on_download) as work:
+        with planned_work(
+            source, out, options, reading, revision=revision, on_download=on_download, alone=True
+        ) as work:
             standing = judge(target, work.plan)
             if dry_run:
                 outcome = Outcome("stands" if standing.committed else "would_write")
