@@ -20,7 +20,7 @@ from fusecheck.mapping import Experts
 from fusecheck.origin import Origin, Reading, open_origin
 from fusecheck.plan import PlannedFile
 from fusecheck.planned import Estimate, Plan, PlannedObject
-from fusecheck.reader import Progress, Reader
+from fusecheck.reader import Reader
 from fusecheck.stores import is_remote
 from fusecheck.stores.address import parse
 from fusecheck.stores.bucket_publisher import part_size
@@ -58,17 +58,9 @@ def checked_options(options: Options) -> Options:
 
 @contextmanager
 def planned_work(
-    source: str,
-    out: str,
-    options: Options,
-    reading: Reading,
-    *,
-    revision: str | None = None,
-    on_download: Progress | None = None,
-    alone: bool = False,
+    origin: Origin, out: str, options: Options, reading: Reading, *, alone: bool = False
 ) -> Iterator[Work]:
-    """Open SRC and decide everything. The source is closed with the block. `alone`: no other process opens it anew."""
-    origin = open_origin(source, reading=reading, revision=revision, on_download=on_download)
+    """Decide everything. The source is closed with the block. `alone`: no other process will open it anew."""
     with origin.checkpoint:
         _refuse_overlap(origin, out)
         job = decide(origin.checkpoint, options)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "deploy")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
-import ray_fuse  # noqa: E402
+import ray_fuse  # type: ignore[import-not-found]  # noqa: E402
 
 import fusecheck  # noqa: E402
 
@@ -42,7 +42,7 @@ def dying(plan: str, part: int, parts: int) -> str:
         file.write(f"{os.getpid()}\n")
     if part == VICTIM and len((marks / f"part-{part}").read_text().split()) == 1:
         threading.Thread(target=_kill, args=(marks,), daemon=True).start()
-    return ray_fuse.run_part(plan, part, parts)
+    return str(ray_fuse.run_part(plan, part, parts))
 
 
 def _kill(marks: Path) -> None:
@@ -59,8 +59,8 @@ def main() -> None:
     scale = sys.argv[1] if len(sys.argv) > 1 else "16"
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        maker = [sys.executable, ROOT / "scripts" / "make_checkpoint.py", "Qwen3-32B", place / "in", "--scale", scale]
-        subprocess.run(maker, check=True)
+        maker = ROOT / "scripts" / "make_checkpoint.py"
+        subprocess.run([sys.executable, maker, "Qwen3-32B", place / "in", "--scale", scale], check=True)
         began = time.monotonic()
         fusecheck.fuse(place / "in", place / "reference")
         print(f"local fuse: {time.monotonic() - began:.1f} s")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from fusecheck.origin import Origin, Reading, Traffic, open_origin
 from fusecheck.parts import opened_target, run_objects
 from fusecheck.reader import Progress
 from fusecheck.sidefiles import LeftOut
+from fusecheck.stores import Target as StoreTarget
 from fusecheck.stores import is_remote
 from fusecheck.target import Target, TargetOccupied, check_target
 from fusecheck.work import checked_options, planned_work, reader_of
@@ -78,24 +80,31 @@ def fuse(
     """
     options = checked_options(Options(max_shard_size, checksums, drop_tied_lm_head, keep_split, experts))
     reading = Reading(follow_links, max_header_bytes)
-    if is_remote(os.fspath(out)):
-        if force:
-            raise UsageError("--force is for a folder: a store exchanges nothing in one step", file=os.fspath(out))
-        return _to_store(
-            os.fspath(source),
-            os.fspath(out),
-            options,
-            reading,
-            revision=revision,
-            dry_run=dry_run,
-            allow_unconditional=allow_unconditional,
-            on_progress=on_progress,
-            on_download=on_download,
+    opening = partial(open_origin, os.fspath(source), reading=reading, revision=revision, on_download=on_download)
+    if not is_remote(os.fspath(out)):
+        return _to_folder(
+            opening, os.fspath(out), options, dry_run=dry_run, force=force, threads=threads, on_progress=on_progress
         )
-    place = Path(out) if os.fspath(out) else Path()
+    if force:
+        raise UsageError("--force is for a folder: a store exchanges nothing in one step", file=os.fspath(out))
+    with opened_target(os.fspath(out), allow_unconditional=allow_unconditional) as target:
+        return _to_store(opening, os.fspath(out), target, options, reading, dry_run=dry_run, on_progress=on_progress)
+
+
+def _to_folder(
+    opening: Callable[[], Origin],
+    out: str,
+    options: Options,
+    *,
+    dry_run: bool,
+    force: bool,
+    threads: int,
+    on_progress: Progress | None,
+) -> FuseReport:
+    place = Path(out) if out else Path()
     with suppress(TargetOccupied):  # before a download of hours; whether it is this very result is seen below
         check_target(place, None, force=force)
-    origin = open_origin(os.fspath(source), reading=reading, revision=revision, on_download=on_download)
+    origin = opening()
     with origin.checkpoint as checkpoint:
         job = decide(checkpoint, options)
 
@@ -114,36 +123,31 @@ def fuse(
             write=write,
             stands=lambda: stands_at(place, job) and origin.is_of(place),
         )
-        return _report(outcome, origin, str(out), job)
+        return _report(outcome, origin, str(place), job)
 
 
 def _to_store(
-    source: str,
+    opening: Callable[[], Origin],
     out: str,
+    target: StoreTarget,
     options: Options,
     reading: Reading,
     *,
-    revision: str | None,
     dry_run: bool,
-    allow_unconditional: bool,
     on_progress: Progress | None,
-    on_download: Progress | None,
 ) -> FuseReport:
     """plan, run of all parts, finalize, in one process."""
-    with opened_target(out, allow_unconditional=allow_unconditional) as target:
-        if not dry_run:  # before a download of hours
-            target.check()
-        with planned_work(
-            source, out, options, reading, revision=revision, on_download=on_download, alone=True
-        ) as work:
-            standing = judge(target, work.plan)
-            if dry_run:
-                outcome = Outcome("stands" if standing.committed else "would_write")
-            else:
-                run_objects(work, target, (0, 1), on_progress)
-                done = finish(work, target, None)
-                outcome = Outcome("stands" if done.already else "written", done.warnings)
-            return _report(outcome, work.origin, out, work.job)
+    if not dry_run:  # before a download of hours
+        target.check()
+    with planned_work(opening(), out, options, reading, alone=True) as work:
+        standing = judge(target, work.plan)
+        if dry_run:
+            outcome = Outcome("stands" if standing.committed else "would_write")
+        else:
+            run_objects(work, target, (0, 1), on_progress)
+            done = finish(work, target, None)
+            outcome = Outcome("stands" if done.already else "written", done.warnings)
+        return _report(outcome, work.origin, out, work.job)
 
 
 def _report(outcome: Outcome, origin: Origin, out: str, job: Job) -> FuseReport:

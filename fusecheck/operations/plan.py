@@ -12,7 +12,7 @@ from fusecheck.header import MAX_HEADER_BYTES
 from fusecheck.job import Options
 from fusecheck.ledger import judge
 from fusecheck.mapping import Experts
-from fusecheck.origin import Reading
+from fusecheck.origin import Reading, open_origin
 from fusecheck.parts import opened_target
 from fusecheck.planned import Estimate, to_text
 from fusecheck.stores import is_remote
@@ -57,7 +57,8 @@ def make_plan(
         raise UsageError(
             "a plan needs a source that every machine can read", file=place, remedy=f"write hf://{place}, or a folder"
         )
-    with planned_work(place, target, options, Reading(follow_links, max_header_bytes)) as work:
+    reading = Reading(follow_links, max_header_bytes)
+    with planned_work(open_origin(place, reading=reading), target, options, reading) as work:
         plan = work.plan
         with opened_target(target, plan.digest, allow_unconditional=False) as opened:
             judge(opened, plan)
