@@ -109,8 +109,11 @@ def find_records(
 ) -> tuple[dict[int, Record], list[Record]]:
     """Object -> the record of what stands there, for those objects that have one; and all other records of them."""
     by_number = {number: [name for name in names if name.startswith(f"{_stem(number)}-")] for number in numbers}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
         found = list(pool.map(lambda n: _find(target, plan, plan.objects[n], by_number[n]), numbers))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # as in stored.py
     good = {number: record for number, (record, _) in zip(numbers, found, strict=True) if record is not None}
     return good, [record for _, others in found for record in others]
 

@@ -118,8 +118,11 @@ class StoredFiles:
         if name not in self._heads:
             at = self._expected.index(name)
             group = self._expected[at : at + HEADS_AT_ONCE]
-            with ThreadPoolExecutor(len(group)) as pool:
+            pool = ThreadPoolExecutor(len(group))
+            try:
                 self._heads = dict(zip(group, pool.map(self._fetch_head, group), strict=True))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # a signal must not wait for a slow store
         return self._heads[name]
 
     def _fetch_head(self, name: str) -> bytes:
