@@ -16,6 +16,7 @@ from fusecheck.engines.vllm_sharded import MAX_TP
 from fusecheck.errors import CheckpointError, SystemFailure
 from fusecheck.header import strict_json
 from fusecheck.mapping import ShardId
+from fusecheck.provenance import Provenance, provenance_fields, read_provenance
 from fusecheck.sidefiles import MANIFEST
 
 SCHEMA_VERSION = 1
@@ -25,16 +26,6 @@ MAX_MEMBERS = 6_000_000
 
 MAX_BYTES = 256 * 1024 * 1024
 """Largest manifest that is read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where the source came from: a folder RELATIVE to OUT, or a hub repository at a commit."""
-
-    folder: str | None = None
-    repo_id: str | None = None
-    revision: str | None = None
-    commit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +136,7 @@ def to_text(manifest: Manifest) -> bytes:
         "schema_version": SCHEMA_VERSION,
         "fusecheck_version": manifest.fusecheck_version,
         "layout": manifest.layout,
-        "provenance": _fields(manifest.provenance),
+        "provenance": provenance_fields(manifest.provenance),
         "options": dict(manifest.options),
         "source_shards": {name: _fields(shard) for name, shard in manifest.source_shards.items()},
         "source_index": manifest.source_index,
@@ -208,7 +199,7 @@ def _manifest(value: dict[str, object]) -> Manifest:
     return Manifest(
         fusecheck_version=_text(value, "fusecheck_version"),
         layout=_text(value, "layout"),
-        provenance=Provenance(**_texts({k: v for k, v in _table(value, "provenance").items() if v is not None})),
+        provenance=read_provenance(_table(value, "provenance")),
         options=_table(value, "options"),
         source_shards={
             name: SourceShard(

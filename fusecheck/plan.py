@@ -72,8 +72,6 @@ class PlannedFile:
     path: str
     head: bytes
     strips: Sequence[Strip]
-    lane: str | None = None
-    """Neighbouring files of one lane are written strip by strip in turn: what they all read is then read while it is warm."""
     known_size: int | None = None
 
     @cached_property
@@ -299,15 +297,13 @@ def shard_name(number: int, total: int) -> str:
     return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def plan_shard(
-    name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str] | None, lane: str | None = None
-) -> PlannedShard:
+def plan_shard(name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str] | None) -> PlannedShard:
     """One shard as safetensors writes it. `metadata` None: it has no `__metadata__`."""
     by_name = {output.name: output for output in group}
     ordered = [by_name[name] for name, _ in canonical_order((output.name, output.dtype) for output in group)]
     head = encode_header(((o.name, o.dtype, o.shape, o.nbytes) for o in ordered), metadata)
     size = len(head) + sum([output.nbytes for output in ordered])
-    return PlannedShard(tuple(ordered), PlannedFile(name, head, _Strips(tuple(ordered)), lane, size))
+    return PlannedShard(tuple(ordered), PlannedFile(name, head, _Strips(tuple(ordered)), size))
 
 
 def merge_metadata(

@@ -82,7 +82,7 @@ def _shards(
         within = set(names)
         for rank, own in zip(ranks.numbers, tensors, strict=True):
             name = ranks.layout.file.format(rank=rank, part=part)
-            yield plan_shard(name, [tensor for tensor in own if tensor.name in within], metadata, f"part {part}")
+            yield plan_shard(name, [tensor for tensor in own if tensor.name in within], metadata)
 
 
 def _spare_head(checkpoint: Checkpoint, model: Model) -> tuple[dict[str, DroppedTensor], dict[str, str]]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import stat
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
-from fusecheck.files import MAX_JSON_BYTES, Files, mode_of
+from fusecheck.files import MAX_JSON_BYTES
 from fusecheck.header import TensorInfo, strict_json
+from fusecheck.listing import CheckpointFiles
 from fusecheck.sidefiles import ADAPTER_FILES, WEIGHT_SUFFIXES
 
 INDEX = "model.safetensors.index.json"
@@ -40,7 +39,7 @@ class Index:
     weight_map: dict[str, str]
 
 
-def read_index(files: Files) -> Index:
+def read_index(files: CheckpointFiles) -> Index:
     """Read and check the index; CheckpointError where it is malformed or names anything but plain shard names."""
     files.add(INDEX)
     value = strict_json(files.read(INDEX, MAX_JSON_BYTES), file=INDEX, members=MAX_INDEXED)
@@ -72,10 +71,10 @@ def natural_key(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def choose_shards(
-    root: Path, names: frozenset[str], weight_map: Mapping[str, str] | None, warnings: list[str]
+    files: CheckpointFiles, names: frozenset[str], weight_map: Mapping[str, str] | None, warnings: list[str]
 ) -> list[str]:
     """Which weight files the checkpoint is made of, or why that is not certain."""
-    present = {name for name in names if name.endswith(".safetensors") and not stat.S_ISDIR(mode_of(root / name))}
+    present = {name for name in names if name.endswith(".safetensors") and not files.is_folder(name)}
     numbered = {name: match for name in present if (match := _NUMBERED.fullmatch(name)) and match[1] == "model"}
     if weight_map is not None:
         chosen = set(weight_map.values())
@@ -113,6 +112,12 @@ def cut_already(name: str) -> UnsupportedCheckpoint:
         file=name,
         remedy="name the checkpoint that it was made from, or unfuse it first",
     )
+
+
+def lane_name(path: str) -> str:
+    """What files that are cut out of the same tensors have in common: `model-rank-3-part-0.safetensors` is of part 0."""
+    match = RANK_FILE.fullmatch(path)
+    return path if match is None else f"part {match[2]}"
 
 
 def choose_rank_files(names: frozenset[str]) -> list[str]:

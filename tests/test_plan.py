@@ -31,7 +31,6 @@ from fusecheck.manifest import (
     Manifest,
     OutputFile,
     PartEntry,
-    Provenance,
     RanksEntry,
     SourceShard,
     TensorEntry,
@@ -56,6 +55,7 @@ from fusecheck.plan import (
     shard_name,
     strip_bytes,
 )
+from fusecheck.provenance import Provenance
 
 METADATA = {"format": "pt", "k": "\u03ba"}
 
@@ -262,7 +262,7 @@ def test_files_and_digests_are_what_the_plan_says(
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr("fusecheck.execute.BLOCK_BYTES", block)
+        patch.setattr("fusecheck.gather.BLOCK_BYTES", block)
         written = execute(files, Memory(sources), Path(place), threads=threads, on_bytes=told.append)
         for file, digests in zip(files, written, strict=True):
             wanted = [content_of(strip, sources) for strip in file.strips]

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fusecheck.beside import declaration
-from fusecheck.checkpoint import Checkpoint, open_folder
+from fusecheck.checkpoint import Checkpoint, open_folder, open_stored
 from fusecheck.collector import collector_paused
 from fusecheck.config import CONFIG
 from fusecheck.engines.table import ENGINES, Engine, ranks_engines
@@ -22,6 +22,7 @@ from fusecheck.mapping import HEADS, OWN_KEY, PACKINGS, PREFIXES, Packing
 from fusecheck.model import survey
 from fusecheck.shards import cut_already
 from fusecheck.sidefiles import LeftOut
+from fusecheck.stores import is_remote, open_source
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _WEIGHTS = ("weight", "qweight", "weight_packed")
@@ -90,12 +91,18 @@ class InspectReport:
 
 
 def inspect(path: str | Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES) -> InspectReport:
-    """Describe the checkpoint in `path`. Unsupported but sound is a report; malformed raises CheckpointError (exit 3)."""
-    folder = resolve(os.fspath(path)).folder
-    with (
-        open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=True) as checkpoint,
-        collector_paused(),
-    ):
+    """Describe the checkpoint at `path`, a folder, hub id or URL.
+
+    Unsupported but sound is a report; malformed raises CheckpointError (exit 3).
+    """
+    place = os.fspath(path)
+    if is_remote(place):
+        opened = open_stored(open_source(place), place, max_header_bytes=max_header_bytes, ranked=True)
+    else:
+        opened = open_folder(
+            resolve(place).folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=True
+        )
+    with opened as checkpoint, collector_paused():
         return _report(checkpoint, str(path))
 
 
