@@ -1,6 +1,6 @@
-"""The tensors that vLLM's sharded_state loader demands: dump_sharded.py GOLDEN.json, in vLLM's venv.
+"""The tensors that vLLM's sharded_state loader demands: engines.dump_sharded GOLDEN.json.
 
-    cd scripts/engines && .../venv-of-vllm/bin/python dump_sharded.py ../../tests/goldens/vllm_sharded_0.32.json
+    cd scripts && ../.venv-vllm/bin/python -m engines.dump_sharded ../tests/goldens/vllm_sharded_0.32.json
 
 GOLDEN.json names models by what their configs add to a common one. Each is built, empty, by the processes of every rank,
 and what the loader would ask for is written back beside it: "DTYPE [shape at the first size] [at the next]". All ranks ask
@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import engine_config, on_ranks, with_model
+
+from .ranks import engine_config, on_ranks, with_model
+
+# isort: split
+from vllm.model_executor.model_loader import ShardedStateLoader  # type: ignore[import-not-found]
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.float16: "F16"}
 
@@ -34,8 +38,6 @@ def demanded(rank: int, size: int, configs: dict[str, Any]) -> dict[str, dict[st
 
 def asked(model: torch.nn.Module) -> dict[str, tuple[str, list[int]]]:
     """The loader goes through what it keeps of the model's own state."""
-    from vllm.model_executor.model_loader import ShardedStateLoader  # noqa: PLC0415 - see ranks.py
-
     kept = ShardedStateLoader._filter_subtensors(model.state_dict())  # noqa: SLF001 - what load_weights itself calls
     return {name: (DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in sorted(kept.items())}
 
