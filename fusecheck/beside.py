@@ -11,7 +11,7 @@ from fusecheck.errors import CheckpointError, shown
 from fusecheck.exact import Finding
 from fusecheck.files import same_bytes
 from fusecheck.header import TensorInfo, strict_json
-from fusecheck.mapping import LAYOUT, OWN_KEY
+from fusecheck.mapping import OWN_KEY
 from fusecheck.quantisation import MODULES
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import ADAPTER, CHECKSUMS, MANIFEST, WEIGHTS
@@ -19,15 +19,15 @@ from fusecheck.sidefiles import ADAPTER, CHECKSUMS, MANIFEST, WEIGHTS
 """Key of `__metadata__` that declares layout and version."""
 
 
-def check_alone(out: Checkpoint) -> Iterator[Finding]:
-    """What is wrong with OUT whatever it was made from."""
+def check_alone(out: Checkpoint, layout: str) -> Iterator[Finding]:
+    """What is wrong with OUT whatever it was made from; `layout` is what it may declare."""
     for item in out.left_out:
         if item.reason in {WEIGHTS, ADAPTER}:
             yield Finding("a stray weight file, which an engine may load", item.path)
     for shard in out.shards:
         own = (shard.metadata or {}).get(OWN_KEY)
-        if own is not None and declaration(own).get("layout") != LAYOUT:
-            yield Finding(f"__metadata__ declares another layout, {shown(own)}, wanted {LAYOUT}", shard.name)
+        if own is not None and declaration(own).get("layout") != layout:
+            yield Finding(f"__metadata__ declares another layout, {shown(own)}, wanted {layout}", shard.name)
 
 
 def declaration(text: str) -> dict[str, object]:
@@ -90,7 +90,7 @@ def notes(out: Checkpoint, known: set[str], *, ours: bool) -> list[str]:
         wrong = [f"{key} {given[key]}" for key, right in totals(out.tensors).items() if given.get(key, right) != right]
         if wrong:
             found.append(f"{INDEX} gives wrong totals, which no engine reads: {shown(', '.join(wrong))}")
-        if len(out.shards) > 1 and out.index_metadata is None:
+        if len(out.shards) > 1 and out.index_metadata is None and not out.ranked:
             found.append(f"{INDEX} is absent beside {len(out.shards)} shards")
     elif len(out.shards) == 1 and out.index_metadata is not None:
         found.append(f"{INDEX} stands beside the one weight file, and the manifest does not speak of it")

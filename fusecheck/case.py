@@ -53,11 +53,11 @@ def read_out(case: Case, stack: ExitStack) -> None:
     except CheckpointError as error:
         case.blame(error)
     try:
-        case.out = stack.enter_context(open_folder(case.folder, follow_links=True))
+        case.out = stack.enter_context(open_folder(case.folder, follow_links=True, ranked=True))
         case.config = case.out.config
     except CheckpointError as error:
         case.blame(error)
-    if case.out is None or case.config is None:
+    if case.out is None or case.config is None or case.out.ranked:
         return
     try:
         case.model = survey(case.out.tensors, case.config, case.out.peek, keep_split=True)

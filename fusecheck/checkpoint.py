@@ -17,7 +17,7 @@ from fusecheck.config import CONFIG, HF_QUANT_CONFIG, ModelConfig, parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UnsupportedCheckpoint, UsageError
 from fusecheck.files import MAX_JSON_BYTES, Files
 from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES, Header, TensorInfo, parse_header
-from fusecheck.shards import INDEX, check_covered, choose_shards, merge_tensors, read_index
+from fusecheck.shards import INDEX, check_covered, choose_rank_files, choose_shards, merge_tensors, read_index
 from fusecheck.sidefiles import ADAPTER_FILES, LeftOut, SideFile, survey_side_files
 
 MAX_PEEK_BYTES = 64 * 1024 * 1024
@@ -52,7 +52,7 @@ class Checkpoint:
     shards: tuple[Shard, ...]
     """In natural order of their names."""
     tensors: Mapping[str, TensorInfo]
-    """In the order of the shards, then of the data."""
+    """In the order of the shards, then of the data; by name, or where it is cut for ranks by file and name."""
     index_metadata: Mapping[str, object] | None
     """None where the folder has no index."""
     config_text: bytes
@@ -60,6 +60,8 @@ class Checkpoint:
     left_out: tuple[LeftOut, ...]
     """Everything of the folder that is neither read nor copied, with the reason."""
     warnings: tuple[str, ...]
+    ranked: bool = False
+    """Whether the weights are cut for tensor parallelism, a file or more for each rank."""
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -91,14 +93,14 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES
+    folder: Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES, ranked: bool = False
 ) -> Checkpoint:
     """Read everything but the data of `folder` and check it.
 
     UsageError where there is no folder, CheckpointError where it is malformed or unsupported, SystemFailure where it
     cannot be read.
     """
-    found = open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes)
+    found = open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=ranked)
     try:
         _ = found.config
     except BaseException:
@@ -107,21 +109,29 @@ def open_checkpoint(
     return found
 
 
-def open_folder(folder: Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES) -> Checkpoint:
-    """`open_checkpoint` without a look into config.json: what is there, whatever model it is."""
+def open_folder(
+    folder: Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES, ranked: bool = False
+) -> Checkpoint:
+    """`open_checkpoint` without a look into config.json: what is there, whatever model it is.
+
+    `ranked` admits a folder that is cut for the ranks of an engine.
+    """
     names = _list(folder)
     files = Files(folder)
+    rank_files = choose_rank_files(names) if ranked else []
     try:
-        return _read(files, names, follow_links=follow_links, max_header_bytes=max_header_bytes)
+        return _read(files, names, rank_files, follow_links=follow_links, max_header_bytes=max_header_bytes)
     except BaseException:
         files.close()
         raise
 
 
-def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header_bytes: int) -> Checkpoint:
+def _read(
+    files: Files, names: frozenset[str], rank_files: list[str], *, follow_links: bool, max_header_bytes: int
+) -> Checkpoint:
     warnings: list[str] = []
     index = read_index(files) if INDEX in names else None
-    chosen = choose_shards(files.root, names, index.weight_map if index else None, warnings)
+    chosen = rank_files or choose_shards(files.root, names, index.weight_map if index else None, warnings)
     if CONFIG not in names:
         raise CheckpointError("is missing; no engine can serve the weights without it", file=CONFIG)
     files.add(CONFIG)
@@ -131,7 +141,10 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
     for name in chosen:
         shard, header = read_shard(files, name, max_header_bytes)
         shards.append(shard)
-        merge_tensors(tensors, header.tensors, index)
+        if rank_files:
+            tensors |= {f"{name}/{tensor.name}": tensor for tensor in header.tensors}
+        else:
+            merge_tensors(tensors, header.tensors, index)
     if index:
         check_covered(index, tensors)
     side_files, left_out = survey_side_files(files.root, frozenset((*chosen, CONFIG, INDEX)), follow_links=follow_links)
@@ -150,6 +163,7 @@ def _read(files: Files, names: frozenset[str], *, follow_links: bool, max_header
         side_files=side_files,
         left_out=left_out,
         warnings=tuple(warnings),
+        ranked=bool(rank_files),
     )
 
 

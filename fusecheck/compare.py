@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fusecheck import digest
 from fusecheck.exact import Finding, Slice
-from fusecheck.header import tensor_bytes
+from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.reader import Progress, Reader
 
 BLOCK_BYTES = 1 << 20
@@ -45,12 +45,13 @@ def _compare(part: Slice, out: Reader, source: Reader | None, on_bytes: Callable
     findings: list[Finding] = []
     theirs = bytearray()
     at = 0
-    for ours in _blocks(part, out):
+    origin = _original(part, part.source, source) if part.source is not None and source is not None else None
+    for ours in _blocks(out, part.out.shard, part.start, part, part.stride):
         if not findings:
             if part.wanted is not None:
                 theirs = bytearray(part.wanted[at : at + len(ours)])
-            elif part.source is not None and source is not None:
-                _fill(theirs, len(ours), source, part.source.shard, part.source.start + at)
+            elif origin is not None:
+                theirs = next(origin)
             if (part.wanted is not None or part.source is not None) and ours != theirs:
                 findings.append(_difference(part, at + _first_difference(ours, theirs)))
         if state is not None:
@@ -64,21 +65,30 @@ def _compare(part: Slice, out: Reader, source: Reader | None, on_bytes: Callable
     return findings
 
 
-def _blocks(part: Slice, out: Reader) -> Iterator[bytearray]:
-    """The bytes of a slice in one buffer, about a MiB at a time; runs that lie apart are read with what is between."""
+def _original(part: Slice, tensor: TensorInfo, source: Reader) -> Iterator[bytearray]:
+    """The bytes that a slice has to equal, in blocks of the same sizes."""
+    stride = part.row_bytes if part.source_stride is None else part.source_stride
+    return _blocks(source, tensor.shard, tensor.start + part.source_start, part, stride)
+
+
+def _blocks(reader: Reader, shard: str, start: int, part: Slice, stride: int) -> Iterator[bytearray]:
+    """The bytes of a slice's runs, `stride` apart on this side, in one buffer of about a MiB; gaps are read along."""
     block, gathered = bytearray(), bytearray()
     if part.rows == 1:
         for at in range(0, part.row_bytes, BLOCK_BYTES):
-            _fill(block, min(BLOCK_BYTES, part.row_bytes - at), out, part.out.shard, part.start + at)
+            _fill(block, min(BLOCK_BYTES, part.row_bytes - at), reader, shard, start + at)
             yield block
         return
-    batch = max(1, BLOCK_BYTES // max(1, part.stride))
+    batch = max(1, BLOCK_BYTES // max(1, part.stride, part.source_stride or 0))
     for row in range(0, part.rows, batch):
         count = min(batch, part.rows - row)
-        length = (count - 1) * part.stride + part.row_bytes
-        _fill(block, length, out, part.out.shard, part.start + row * part.stride)
+        length = (count - 1) * stride + part.row_bytes
+        _fill(block, length, reader, shard, start + row * stride)
+        if stride == part.row_bytes:
+            yield block
+            continue
         gathered.clear()
-        for begin in range(0, length, part.stride or 1):
+        for begin in range(0, length, stride or 1):
             gathered += block[begin : begin + part.row_bytes]
         yield gathered
 
@@ -109,7 +119,7 @@ def _difference(part: Slice, offset: int) -> Finding:
     within = offset if part.rows == 1 or row is None else row * part.stride + offset % part.row_bytes
     name = part.source.name if part.source is not None and part.part is None else tensor.name
     return Finding(
-        "differs from the source" if part.wanted is None else "is not the shape of the fused weight",
+        "differs from the source" if part.wanted is None else "is not what it has to be",
         tensor.shard,
         name,
         part.part,

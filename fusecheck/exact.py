@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Bytes of one tensor of OUT that have to equal one whole tensor of the source: `rows` runs, `stride` bytes apart."""
+    """Bytes of one tensor of OUT that have to equal bytes of one of the source: `rows` runs, `stride` bytes apart."""
 
     out: TensorInfo
     start: int
@@ -59,6 +59,10 @@ class Slice:
     """What the bytes have to be, where no tensor of the source holds them."""
     digest: str | None = None
     """BLAKE3 that the manifest gives them."""
+    source_start: int = 0
+    """Of the first run, in the data of `source`."""
+    source_stride: int | None = None
+    """Between runs there; None: they follow one another."""
 
     @property
     def nbytes(self) -> int:

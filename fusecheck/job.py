@@ -53,7 +53,7 @@ from fusecheck.sharding import Ranks
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.stack import halved_wrongly
-from fusecheck.standing import holds
+from fusecheck.standing import holds, same_pieces
 from fusecheck.target import Target, TargetOccupied, check_target, require_space
 
 
@@ -334,5 +334,13 @@ def stands_at(out: Path, job: Job) -> bool:
         and manifest.source_index == job.checkpoint.index_metadata
         and {path: entry.digest for path, entry in manifest.side_files.items()}
         == {side.path: files.digest(side.path) for side in job.checkpoint.side_files}
-        and (not files.changed_since(made_ns) or same_weights(manifest, job.checkpoint))
+        and (not files.changed_since(made_ns) or _same_weights(job, manifest))
     )
+
+
+def _same_weights(job: Job, manifest: Manifest) -> bool:
+    """Whether the source's bytes are those that the manifest has the digests of."""
+    if manifest.ranks is None:
+        return same_weights(manifest, job.checkpoint)
+    recorded, files = manifest.ranks.tensors, job.checkpoint.files
+    return all(same_pieces(shard.tensors, recorded.get(shard.file.path, {}), files) for shard in job.shards)

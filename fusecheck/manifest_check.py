@@ -22,12 +22,14 @@ from fusecheck import digest
 from fusecheck.beside import declaration, totals
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG, ModelConfig
+from fusecheck.engines.vllm_sharded import layout_of
 from fusecheck.errors import CheckpointError, invisible, shown
 from fusecheck.exact import Finding, Slice, cut_part, home, join_in, packed_shape, span, stacks_of
+from fusecheck.exact_ranks import split_names
 from fusecheck.files import Files
 from fusecheck.forms import Join
 from fusecheck.header import LIBRARY_HEADER_BYTES, TensorInfo
-from fusecheck.manifest import FileEntry, Manifest, OutputFile, PartEntry, TensorEntry
+from fusecheck.manifest import FileEntry, Manifest, OutputFile, PartEntry, RanksEntry, TensorEntry
 from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY
 from fusecheck.model import Model
 from fusecheck.shards import INDEX
@@ -82,18 +84,40 @@ def check_manifest(
     `config` and `model` are OUT's, None where they are malformed; `origin` is the very source that was fused, where it
     is there. Digests of tensors are not looked at here: they are compared as the bytes pass.
     """
-    if manifest.layout != LAYOUT:
-        yield Finding(f"declares the layout {shown(manifest.layout)}, wanted {LAYOUT}", MANIFEST)
+    layout = layout_wanted(manifest)
+    if manifest.layout != layout:
+        yield Finding(f"declares the layout {shown(manifest.layout)}, wanted {layout}", MANIFEST)
     yield from _check_shards(manifest, out)
     if config is not None:
         yield from _check_parts(manifest, out, config)
     yield from _check_choices(manifest, out, config, model)
     yield from _check_metadata(manifest)
-    yield from _check_index(manifest, out)
+    if manifest.ranks is None:
+        yield from _check_index(manifest, out)
+    else:
+        yield from _check_pieces(manifest.ranks, out)
     yield from _check_files(manifest, out)
     yield from _check_origin(manifest, origin)
     if digest.available():
         yield from _check_sums(manifest, out)
+
+
+def layout_wanted(manifest: Manifest) -> str:
+    """What such an output declares."""
+    if manifest.ranks is None:
+        return LAYOUT
+    layout = layout_of(manifest.ranks.engine, manifest.ranks.versions)
+    return layout.declared(manifest.ranks.tp) if layout is not None else "a layout that is known"
+
+
+def _check_pieces(entry: RanksEntry, out: Checkpoint) -> Iterator[Finding]:
+    """What the manifest says of each rank's file is what stands in it."""
+    here: dict[str, set[str]] = {}
+    for tensor in out.tensors.values():
+        here.setdefault(tensor.shard, set()).add(tensor.name)
+    for file in sorted(here.keys() | entry.tensors.keys()):
+        for name in sorted(here.get(file, set()) ^ entry.tensors.get(file, {}).keys()):
+            yield Finding("OUT and the manifest disagree on whether it is there", file, name)
 
 
 def _check_shards(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:
@@ -159,11 +183,11 @@ def _check_choices(
     manifest: Manifest, out: Checkpoint, config: ModelConfig | None, model: Model | None
 ) -> Iterator[Finding]:
     """What an option left out, left split or added is what the manifest says, and no more."""
-    for name, entry in manifest.dropped.items():
+    for name, entry in manifest.dropped.items() if manifest.ranks is None else ():
         tied = config is None or config.tie_word_embeddings
         if name in out.tensors or entry.same_as not in out.tensors or name not in HEADS or not tied:
             yield Finding(f"the manifest calls it dropped, equal to {shown(entry.same_as)}", MANIFEST, name)
-    if manifest.dropped and not manifest.options.get("drop_tied_lm_head"):
+    if manifest.dropped and manifest.ranks is None and not manifest.options.get("drop_tied_lm_head"):
         yield Finding("a tensor is dropped, and no option asked for it", MANIFEST)
     if manifest.left_split and not manifest.options.get("keep_split"):
         yield Finding("groups are left split, and no option asked for it", MANIFEST)
@@ -183,7 +207,7 @@ def _check_metadata(manifest: Manifest) -> Iterator[Finding]:
     if {key: value for key, value in manifest.metadata.items() if key != OWN_KEY} != wanted:
         yield Finding("metadata is not what the source's shards give", MANIFEST)
     own = declaration(manifest.metadata.get(OWN_KEY, ""))
-    if own != {"layout": LAYOUT, "version": manifest.fusecheck_version}:
+    if own != {"layout": layout_wanted(manifest), "version": manifest.fusecheck_version}:
         yield Finding("the version differs from the one that __metadata__ declares", MANIFEST)
 
 
@@ -225,6 +249,8 @@ def _check_origin(manifest: Manifest, origin: Checkpoint | None) -> Iterator[Fin
     places = {name: entry.shard for name, entry in manifest.tensors.items() if not entry.parts}
     places |= {part.name: part.shard for entry in manifest.tensors.values() for part in entry.parts}
     places |= {name: entry.shard for name, entry in manifest.dropped.items()}
+    if manifest.ranks is not None:
+        places |= {**manifest.ranks.sources, **manifest.ranks.left_out}
     if origin is None:
         for name, shard in places.items():
             if shard not in manifest.source_shards:
@@ -236,7 +262,8 @@ def _check_origin(manifest: Manifest, origin: Checkpoint | None) -> Iterator[Fin
             yield Finding("the manifest gives the source's shard another size or metadata", MANIFEST, found.name)
     if not _same_json(manifest.source_index, origin.index_metadata):
         yield Finding("source_index is not the metadata of the source's index", MANIFEST)
-    actual = {name: tensor.shard for name, tensor in origin.tensors.items()}
+    found_there = origin.tensors if manifest.ranks is None else split_names(origin.tensors, origin.config)
+    actual = {name: tensor.shard for name, tensor in found_there.items()}
     for name in sorted(actual.keys() | places.keys()):
         if places.get(name) != actual.get(name):
             found_in, said = (shown(str(where.get(name))) for where in (actual, places))
@@ -253,7 +280,10 @@ def _check_sums(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:
                 yield Finding("the manifest's bytes are not those of its digest", MANIFEST, name, part.name)
     order: dict[str, list[str]] = {}
     for name, tensor in out.tensors.items():
-        if name in manifest.tensors:
+        pieces = manifest.ranks.tensors.get(tensor.shard, {}).get(tensor.name) if manifest.ranks is not None else None
+        if pieces is not None:
+            order.setdefault(tensor.shard, []).append(digest.digest_over(pieces))
+        elif name in manifest.tensors:
             order.setdefault(tensor.shard, []).append(manifest.tensors[name].digest)
     for shard, file in manifest.files.items():
         if digest.digest_over(order.get(shard, ())) != file.digest:

@@ -34,6 +34,7 @@ from fusecheck.plan import (
 )
 from fusecheck.shards import INDEX, SHARD_NAME, natural_key
 from fusecheck.sidefiles import MANIFEST
+from fusecheck.whole import whole_tensors
 
 MAX_ORDERS = 120
 """Orders of the keys of one `__metadata__` that are tried: all of five keys. safetensors writes them in any order."""
@@ -49,8 +50,8 @@ class Original:
     manifest: Manifest | None
     shards: tuple[PlannedShard, ...]
     files: tuple[PlannedFile, ...]
-    digests: Mapping[tuple[str, int], str]
-    """(weight file, number of the strip) -> what the manifest records of its bytes."""
+    digests: Mapping[tuple[str, int], tuple[str, ...]]
+    """(weight file, number of the strip) -> what the manifest records of the bytes of each block."""
     split: int
     restored: tuple[str, ...]
     identical: tuple[str, ...]
@@ -64,6 +65,8 @@ class Original:
 
 def original_of(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
     """Survey, and plan the split form. CheckpointError where manifest and folder contradict each other."""
+    if checkpoint.ranked:
+        return _by_ranks(checkpoint, manifest)
     model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek, keep_split=True)
     _check_splittable(checkpoint, model)
     if manifest is not None:
@@ -101,8 +104,7 @@ def _by_names(checkpoint: Checkpoint, model: Model) -> Original:
         if untouched:
             shards.append(PlannedShard(tuple(group), whole_file(shard.name, shard.size)))
         else:
-            metadata = None if shard.metadata is None else {k: v for k, v in shard.metadata.items() if k != OWN_KEY}
-            shards.append(plan_shard(shard.name, group, metadata))
+            shards.append(plan_shard(shard.name, group, _without_own(shard.metadata)))
     index = None
     if checkpoint.index_metadata is not None and untouched:
         index = checkpoint.files.read(INDEX, MAX_JSON_BYTES)
@@ -136,8 +138,8 @@ def _by_manifest(checkpoint: Checkpoint, model: Model, manifest: Manifest) -> Or
     wholes = _recorded(manifest, model)
     restored = tuple(_dropped(manifest, checkpoint, model))
     outputs = [*split_tensors(checkpoint.tensors, wholes, checkpoint.config), *restored]
-    shards = _original_shards(manifest, outputs)
     origins = _origins(manifest)
+    shards = _original_shards(manifest, outputs, {name: shard for name, (shard, _) in origins.items()})
     index = None if manifest.source_index is None else recorded_index(shards, manifest.source_index)
     config_text, warnings = _original_config(manifest, checkpoint)
     kept = sum(whole not in wholes for whole in model.fused)
@@ -152,7 +154,7 @@ def _by_manifest(checkpoint: Checkpoint, model: Model, manifest: Manifest) -> Or
         shards=shards,
         files=_files(checkpoint, shards, index, config_text),
         digests={
-            (shard.file.path, number): origins[tensor.name][1]
+            (shard.file.path, number): (origins[tensor.name][1],)
             for shard in shards
             for number, tensor in enumerate(shard.tensors)
         },
@@ -163,16 +165,65 @@ def _by_manifest(checkpoint: Checkpoint, model: Model, manifest: Manifest) -> Or
     )
 
 
-def _check_described(manifest: Manifest, checkpoint: Checkpoint) -> None:
+def _by_ranks(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
+    """What was cut for ranks, put together again."""
+    if manifest is None or manifest.ranks is None:
+        raise UnsupportedCheckpoint(
+            f"is cut for ranks, and no {MANIFEST} says out of what", file=checkpoint.shards[0].name
+        )
+    entry = manifest.ranks
+    _check_files(manifest, checkpoint)
+    if entry.left_out:
+        raise UnsupportedCheckpoint(
+            "had no place in the layout, and its bytes are not here", file=MANIFEST, tensor=next(iter(entry.left_out))
+        )
+    made = whole_tensors(checkpoint, manifest)
+    by_name = {tensor.output.name: tensor for tensor in made}
+    outputs = [tensor.output for tensor in made]
+    for name, dropped in manifest.dropped.items():
+        if dropped.same_as not in by_name:
+            raise CheckpointError("cannot have been dropped", file=MANIFEST, tensor=name, found=dropped.same_as)
+        twin = by_name[dropped.same_as]
+        by_name[name] = replace(twin, output=replace(twin.output, name=name))
+        outputs.append(by_name[name].output)
+    places = {**entry.sources, **{name: dropped.shard for name, dropped in manifest.dropped.items()}}
+    shards = _original_shards(manifest, outputs, places)
+    digests: dict[tuple[str, int], tuple[str, ...]] = {}
+    for shard in shards:
+        found = [digest for tensor in shard.tensors for digest in by_name[tensor.name].digests]
+        digests |= {(shard.file.path, number): strip for number, strip in enumerate(found)}
+    index = None if manifest.source_index is None else recorded_index(shards, manifest.source_index)
+    config_text, warnings = _original_config(manifest, checkpoint)
+    return Original(
+        checkpoint=checkpoint,
+        manifest=manifest,
+        shards=shards,
+        files=_files(checkpoint, shards, index, config_text),
+        digests=digests,
+        split=sum(len(tensor.output.strips) > 1 or len(tensor.digests[0]) > 1 for tensor in made),
+        restored=tuple(manifest.dropped),
+        identical=tuple(_identical(manifest, shards)),
+        warnings=(*checkpoint.warnings, *warnings),
+    )
+
+
+def _check_files(manifest: Manifest, checkpoint: Checkpoint) -> None:
     """The manifest describes these very weight files: the digests of their headers vouch for dtypes and shapes."""
-    if manifest.layout != LAYOUT:
-        raise UnsupportedCheckpoint("declares another layout", file=MANIFEST, found=manifest.layout, wanted=LAYOUT)
     described = {name: (file.size, file.header_digest) for name, file in manifest.files.items()}
     for shard in checkpoint.shards:
         if described.pop(shard.name, None) != (shard.size, shard.header_digest):
             raise CheckpointError(f"is not the file that {MANIFEST} describes", file=shard.name, remedy=_REMEDY)
+    if described:
+        raise CheckpointError(f"names what is not there: {next(iter(described))}", file=MANIFEST, remedy=_REMEDY)
+
+
+def _check_described(manifest: Manifest, checkpoint: Checkpoint) -> None:
+    """The manifest describes these very tensors."""
+    if manifest.layout != LAYOUT:
+        raise UnsupportedCheckpoint("declares another layout", file=MANIFEST, found=manifest.layout, wanted=LAYOUT)
+    _check_files(manifest, checkpoint)
     tensors = checkpoint.tensors
-    odd = next(iter(described), None) or next((name for name in manifest.tensors if name not in tensors), None)
+    odd = next((name for name in manifest.tensors if name not in tensors), None)
     if odd is not None:
         raise CheckpointError(f"names what is not there: {odd}", file=MANIFEST, remedy=_REMEDY)
     new = next((tensor for name, tensor in tensors.items() if name not in manifest.tensors), None)
@@ -219,22 +270,29 @@ def _origins(manifest: Manifest) -> dict[str, tuple[str, str]]:
     return origins
 
 
-def _original_shards(manifest: Manifest, outputs: Iterable[OutputTensor]) -> tuple[PlannedShard, ...]:
+def _original_shards(
+    manifest: Manifest, outputs: Iterable[OutputTensor], places: Mapping[str, str]
+) -> tuple[PlannedShard, ...]:
     names = sorted(manifest.source_shards, key=natural_key)
     odd = next((name for name in names if not SHARD_NAME.fullmatch(name)), None)
     if odd is not None:
         raise CheckpointError("names a shard that is no plain safetensors file name", file=MANIFEST, found=odd)
     groups: dict[str, list[OutputTensor]] = {name: [] for name in names}
-    origins = _origins(manifest)
     for output in outputs:
-        shard, _ = origins[output.name]
+        shard = places.get(output.name, "")
         if shard not in groups:
             raise CheckpointError("puts it into a shard of no source", file=MANIFEST, tensor=output.name, found=shard)
         groups[shard].append(output)
     recorded = manifest.source_shards
     return tuple(
-        _as_recorded(plan_shard(name, groups[name], recorded[name].metadata), recorded[name]) for name in names
+        _as_recorded(plan_shard(name, groups[name], _without_own(recorded[name].metadata)), recorded[name])
+        for name in names
     )
+
+
+def _without_own(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    """What is written is split, whatever the source was that is recorded."""
+    return None if metadata is None else {key: value for key, value in metadata.items() if key != OWN_KEY}
 
 
 def _as_recorded(shard: PlannedShard, recorded: SourceShard) -> PlannedShard:

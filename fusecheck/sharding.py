@@ -37,7 +37,7 @@ class Ranks:
     @property
     def declared(self) -> str:
         """What the output declares as its row layout."""
-        return f"{self.layout.engine} {self.layout.versions} sharded_state tp={self.tp}"
+        return self.layout.declared(self.tp)
 
 
 def check_ranks(config: ModelConfig, ranks: Ranks) -> None:
@@ -220,7 +220,7 @@ class _Builder:
         length = tensor.shape[axis] if len(tensor.shape) > axis else 0
         block = self._config.quantisation.block
         scaled = suffix == "weight" and block is not None and f"{tensor.name}_scale_inv" in self._view
-        unit = block[axis] if scaled and block is not None else 1
+        unit = block[axis] if scaled and block is not None and count > 1 else 1
         shape = (*tensor.shape[:axis], length // count, *tensor.shape[axis + 1 :])
         if length % count or length // count % unit or tensor_bytes(tensor.dtype, shape[1:]) is None:
             raise UnsupportedCheckpoint(

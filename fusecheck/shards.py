@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusecheck.errors import CheckpointError
+from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.files import MAX_JSON_BYTES, Files, mode_of
 from fusecheck.header import TensorInfo, strict_json
 from fusecheck.sidefiles import ADAPTER_FILES, WEIGHT_SUFFIXES
@@ -20,6 +20,9 @@ MAX_INDEXED = 1_000_000
 
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors", re.ASCII)
 """A shard is a plain file name: nothing in an index leads out of the folder."""
+
+RANK_FILE = re.compile(r"model-rank-([0-9]{1,5})-part-([0-9]{1,5})\.safetensors", re.ASCII)
+"""A file of one rank, as vLLM's sharded_state names it."""
 
 _OTHER_WEIGHTS = tuple(suffix for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors")
 _NUMBERED = re.compile(r"(.+)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors", re.ASCII)
@@ -96,6 +99,22 @@ def choose_shards(
     return sorted(chosen, key=natural_key)
 
 
+def cut_already(name: str) -> UnsupportedCheckpoint:
+    """Why a folder of rank files, such as `name`, cannot be fused."""
+    return UnsupportedCheckpoint(
+        "holds one rank's share: this folder is cut for tensor parallelism already",
+        file=name,
+        remedy="name the checkpoint that it was made from, or unfuse it first",
+    )
+
+
+def choose_rank_files(names: frozenset[str]) -> list[str]:
+    """The files of a folder that is cut for ranks, by rank and part; empty where it is none."""
+    if INDEX in names or SINGLE in names:
+        return []
+    return sorted(filter(RANK_FILE.fullmatch, names), key=natural_key)
+
+
 def _check_listed(chosen: set[str], names: frozenset[str]) -> None:
     missing = sorted(chosen - names, key=natural_key)
     if missing:
@@ -141,6 +160,9 @@ def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
             file=min(present & ADAPTER_FILES),
             remedy="merge it into its base model first",
         )
+    ranked = sorted(filter(RANK_FILE.fullmatch, present))
+    if ranked:
+        return cut_already(ranked[0])
     if present:
         return CheckpointError(
             f"has a name that no engine looks for, and there is no {INDEX}",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path, PurePosixPath
 
 from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import FusecheckError
 from fusecheck.execute import BLOCK_BYTES
 from fusecheck.files import Files
-from fusecheck.plan import Constant, PlannedFile, Strip, strip_bytes
+from fusecheck.plan import Block, Constant, OutputTensor, PlannedFile, Strip, strip_bytes
 
 
 def holds(out: Path, files: Sequence[PlannedFile], *, beside: Iterable[str] = ()) -> bool:
@@ -37,10 +38,12 @@ def _starts_with(path: Path, head: bytes) -> bool:
         return file.read(len(head)) == head
 
 
-def stands(out: Path, files: Sequence[PlannedFile], source: Files, known: Mapping[tuple[str, int], str]) -> bool:
+def stands(
+    out: Path, files: Sequence[PlannedFile], source: Files, known: Mapping[tuple[str, int], tuple[str, ...]]
+) -> bool:
     """Whether a folder holds these very files: `holds`, and the digest of all data.
 
-    `known` gives the digests that need no reading: (path, number of the strip) -> BLAKE3.
+    `known` gives the digests that need no reading: (path, number of the strip) -> BLAKE3 of each block.
     """
     try:
         if not holds(out, files):
@@ -53,28 +56,45 @@ def stands(out: Path, files: Sequence[PlannedFile], source: Files, known: Mappin
         return False
 
 
-def _same_data(file: PlannedFile, ours: Files, source: Files, known: Mapping[tuple[str, int], str]) -> bool:
+def _same_data(file: PlannedFile, ours: Files, source: Files, known: Mapping[tuple[str, int], tuple[str, ...]]) -> bool:
     at = len(file.head)
     for number, strip in enumerate(file.strips):
         stop = at + strip_bytes(strip)
-        wanted = known.get((file.path, number)) or _digest(strip, source)
+        recorded = known.get((file.path, number), ())
+        wanted = recorded[0] if len(recorded) == 1 else _digest(strip, source)
         if ours.digest(file.path, at, stop) != wanted:
             return False
         at = stop
     return True
 
 
+def same_pieces(tensors: Iterable[OutputTensor], recorded: Mapping[str, tuple[str, ...]], source: Files) -> bool:
+    """Whether every block of these tensors has the digest that was recorded for it."""
+    return all(recorded.get(tensor.name) == tuple(_piece_digests(tensor.strips, source)) for tensor in tensors)
+
+
+def _piece_digests(strips: Iterable[Strip], source: Files) -> Iterator[str]:
+    for strip in strips:
+        if isinstance(strip, Constant):
+            yield digest_of(strip.data)
+        else:
+            yield from (_digest((block,), source) for block in strip)
+
+
 def _digest(strip: Strip, files: Files) -> str:
     if isinstance(strip, Constant):
         return digest_of(strip.data)
-    (block,) = strip  # parts are cut out one by one
-    if block.stride == block.row_bytes:
-        return files.digest(block.file, block.offset, block.offset + block.nbytes)
-    state, batch = hasher(), max(1, BLOCK_BYTES // block.stride)
-    for row in range(0, block.rows, batch):
-        count = min(batch, block.rows - row)
-        span = memoryview(bytearray((count - 1) * block.stride + block.row_bytes))
-        files.read_into(block.file, block.offset + row * block.stride, span)
-        for start in range(0, len(span), block.stride):
-            state.update(span[start : start + block.row_bytes])
+    if len(strip) == 1 and strip[0].stride == strip[0].row_bytes:
+        return files.digest(strip[0].file, strip[0].offset, strip[0].offset + strip[0].nbytes)
+    state, batch = hasher(), max(1, BLOCK_BYTES // max(block.stride for block in strip))
+    for row in range(0, strip[0].rows, batch):
+        count = min(batch, strip[0].rows - row)
+        columns = [_rows(block, row, count, files) for block in strip]
+        state.update(b"".join(chain.from_iterable(zip(*columns, strict=True))))
     return state.hexdigest()
+
+
+def _rows(block: Block, row: int, count: int, files: Files) -> list[bytearray]:
+    span = bytearray((count - 1) * block.stride + block.row_bytes)
+    files.read_into(block.file, block.offset + row * block.stride, memoryview(span))
+    return [span[start : start + block.row_bytes] for start in range(0, len(span), block.stride)]

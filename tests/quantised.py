@@ -28,6 +28,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, MOE, SHARED, EXPERTS, VOCAB = 6
 GROUP = 16
 BLOCK = (16, 24)
 """Of in_features 64 it leaves a ragged block of columns."""
+SQUARE = 16
+"""A block that two ranks share every Linear by."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -250,6 +252,10 @@ def _block(_rows: int, _columns: int) -> tuple[int, int]:
     return BLOCK
 
 
+def _square(_rows: int, _columns: int) -> tuple[int, int]:
+    return SQUARE, SQUARE
+
+
 def _channel(_rows: int, columns: int) -> tuple[int, int]:
     return 1, columns
 
@@ -263,6 +269,10 @@ KINDS: Mapping[str, tuple[dict[str, object] | None, Make]] = {
     "fp8-block": (
         {**_FP8, "weight_block_size": list(BLOCK)},
         _fp8_scaled("weight_scale_inv", "BF16", _block, static=False),
+    ),
+    "fp8-square": (
+        {**_FP8, "weight_block_size": [SQUARE, SQUARE]},
+        _fp8_scaled("weight_scale_inv", "F32", _square, static=False),
     ),
     "fp8-channel": (_FP8, _fp8_scaled("weight_scale", "F32", _channel, static=False)),
     "fp8-tensor": ({**_FP8, "activation_scheme": "static"}, _fp8_scaled("weight_scale", "F32", _whole, static=True)),

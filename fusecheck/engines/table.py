@@ -44,8 +44,22 @@ ENGINES = (
 )
 
 
-def engines_line() -> str:
-    """One line: which engines load a fused folder and which do not."""
+def ranks_engines(tp: int) -> tuple[Engine, ...]:
+    """Which engines load a folder that is cut for `tp` ranks."""
+    flags = f"--load-format sharded_state --tensor-parallel-size {tp}"
+    return (
+        Engine(
+            "vLLM 0.32", loads=True, note=f"{flags}; a missing tensor is an error", evidence="run", date="2026-11-29"
+        ),
+        Engine("other versions", loads=False, note="their keys differ", evidence="read", date="2026-11-29"),
+        Engine("other engines", loads=False, note="they know no such files", evidence="read", date="2026-11-29"),
+    )
+
+
+def engines_line(tp: int | None = None) -> str:
+    """One line: which engines load a fused folder, or one that is cut for `tp` ranks, and which do not."""
+    if tp is not None:
+        return f"loads in vLLM 0.32 with --load-format sharded_state --tensor-parallel-size {tp}; in no other"
     yes = ", ".join(engine.name for engine in ENGINES if engine.loads)
     no = ", ".join(engine.name for engine in ENGINES if not engine.loads)
     return f"loads in {yes}; not in {no}"

@@ -71,6 +71,10 @@ class ShardedLayout:
     o_proj_bias: frozenset[str]
     """Model types whose o_proj has a bias in the engine if it has one in the checkpoint."""
 
+    def declared(self, tp: int) -> str:
+        """What an output declares as its row layout."""
+        return f"{self.engine} {self.versions} sharded_state tp={tp}"
+
 
 def _same(name: str, cut: Cut) -> Module:
     return Module(name, ((name, cut),))
@@ -116,3 +120,9 @@ VLLM = ShardedLayout(
 
 LAYOUTS = {"vllm-sharded": VLLM}
 """`--target` -> layout."""
+
+
+def layout_of(engine: str, versions: str) -> ShardedLayout | None:
+    """The layout that a manifest names, or None if it is not known here."""
+    known = (layout for layout in LAYOUTS.values() if (layout.engine, layout.versions) == (engine, versions))
+    return next(known, None)

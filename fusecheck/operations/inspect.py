@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from fusecheck.beside import declaration
 from fusecheck.checkpoint import Checkpoint, open_folder
 from fusecheck.config import CONFIG
-from fusecheck.engines.table import ENGINES, Engine
+from fusecheck.engines.table import ENGINES, Engine, ranks_engines
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.header import MAX_HEADER_BYTES, TensorInfo, strict_json
 from fusecheck.hub import resolve
-from fusecheck.mapping import HEADS, PACKINGS, PREFIXES, Packing
+from fusecheck.mapping import HEADS, OWN_KEY, PACKINGS, PREFIXES, Packing
 from fusecheck.model import survey
+from fusecheck.shards import cut_already
 from fusecheck.sidefiles import LeftOut
 
 _LAYER = re.compile(r"(.*?)layers\.(0|[1-9][0-9]{0,8})\.(.*)", re.ASCII | re.DOTALL)
@@ -89,7 +91,7 @@ class InspectReport:
 def inspect(path: str | Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES) -> InspectReport:
     """Describe the checkpoint in `path`. Unsupported but sound is a report; malformed raises CheckpointError (exit 3)."""
     folder = resolve(os.fspath(path)).folder
-    with open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes) as checkpoint:
+    with open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=True) as checkpoint:
         return _report(checkpoint, str(path))
 
 
@@ -99,13 +101,16 @@ def _report(checkpoint: Checkpoint, path: str) -> InspectReport:
         raise CheckpointError("is not a JSON object", file=CONFIG, found=type(config).__name__)
     reason, warnings, groups, fused = None, list(checkpoint.warnings), [], 0
     tied: bool | None = None
+    first, tp = _first_rank(checkpoint)
     try:
+        if tp is not None:
+            raise cut_already(checkpoint.shards[0].name)
         model = survey(checkpoint.tensors, checkpoint.config, checkpoint.peek)
         groups, fused, tied = list(model.split), len(model.fused), checkpoint.config.tie_word_embeddings
         warnings += model.warnings
     except UnsupportedCheckpoint as error:
         reason = str(error)
-    layers = tuple(_fold(_by_layer(checkpoint.tensors)))
+    layers = tuple(_fold(_by_layer(first)))
     return InspectReport(
         verdict="sound",
         path=path,
@@ -123,12 +128,24 @@ def _report(checkpoint: Checkpoint, path: str) -> InspectReport:
         dtypes=_dtypes(checkpoint.tensors.values()),
         shards=tuple((shard.name, shard.size) for shard in checkpoint.shards),
         tied=tied,
-        stored_head=next((name for name in HEADS if name in checkpoint.tensors), None),
+        stored_head=next((name for name in HEADS if name in first), None),
         side_files=tuple(side.path for side in checkpoint.side_files),
         left_out=checkpoint.left_out,
-        engines=ENGINES,
+        engines=ENGINES if tp is None else ranks_engines(tp),
         warnings=tuple(warnings),
     )
+
+
+def _first_rank(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo], int | None]:
+    """The tensors by name, of one rank where it is cut for several; and for how many."""
+    if not checkpoint.ranked:
+        return checkpoint.tensors, None
+    ranks = {shard.name.partition("-part-")[0] for shard in checkpoint.shards}
+    own_key = declaration((checkpoint.shards[0].metadata or {}).get(OWN_KEY, ""))
+    declared = re.search(r" tp=([0-9]{1,5})$", str(own_key.get("layout")))
+    first = f"{checkpoint.shards[0].name.partition('-part-')[0]}-part-"
+    own = {tensor.name: tensor for tensor in checkpoint.tensors.values() if tensor.shard.startswith(first)}
+    return own, int(declared[1]) if declared else len(ranks)
 
 
 def _by_layer(tensors: Mapping[str, TensorInfo]) -> dict[int, list[tuple[str, TensorInfo]]]:
@@ -151,12 +168,14 @@ def _fold(layers: Mapping[int, list[tuple[str, TensorInfo]]]) -> Iterable[LayerR
 def _describe(number: int, tensors: list[tuple[str, TensorInfo]]) -> tuple[int, LayerRange]:
     """A fingerprint of everything in the layer, and its row."""
     forms = dict(tensors)
-    experts = {path.split(".")[2] for path in forms if path.startswith("mlp.experts.")}
+    within = {path.split(".")[2]: tensor for path, tensor in forms.items() if path.startswith("mlp.experts.")}
+    experts = sum(name.isdecimal() for name in within)
+    stacked = [tensor.shape[0] for tensor in within.values() if len(tensor.shape) == 3]
     row = LayerRange(
         number,
         number,
         tuple(_projection(packing, forms) for packing in PACKINGS),
-        len(experts),
+        experts or max(stacked, default=0),
         tuple(sorted({tensor.dtype for tensor in forms.values()})),
         len(forms),
         sum(tensor.nbytes for tensor in forms.values()),

@@ -81,7 +81,9 @@ def unfuse(
     with suppress(TargetOccupied):  # before a download of hours; whether it is this very result is seen below
         check_target(place, None, force=force)
     found = resolve(os.fspath(source), revision=revision, on_progress=on_download)
-    with open_checkpoint(found.folder, follow_links=follow_links, max_header_bytes=max_header_bytes) as checkpoint:
+    with open_checkpoint(
+        found.folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=True
+    ) as checkpoint:
         original = original_of(checkpoint, read_manifest(found.folder))
         outcome = produce(
             place,
@@ -103,10 +105,11 @@ def _write(original: Original, folder: Path, *, threads: int, on_progress: Progr
     if original.manifest is None:
         return []
     for shard, made in zip(original.shards, written, strict=False):
-        for number, (tensor, digests) in enumerate(zip(shard.tensors, made.strips, strict=True)):
+        tensors = [tensor for tensor in shard.tensors for _ in tensor.strips]
+        for number, (tensor, digests) in enumerate(zip(tensors, made.strips, strict=True)):
             wanted = original.digests[shard.file.path, number]
-            if digests[0] != wanted:
-                raise _differs(tensor, digests[0], wanted)
+            if digests != wanted:
+                raise _differs(tensor, ", ".join(digests), ", ".join(wanted))
     made_of = dict(zip((file.path for file in original.files), written, strict=True))
     return list(_side_file_warnings(original.manifest, original.checkpoint, made_of))
 

@@ -18,10 +18,13 @@ from fusecheck.case import Case, open_source, read_out
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.compare import compare_all
 from fusecheck.config import CONFIG
+from fusecheck.engines.vllm_sharded import VLLM
 from fusecheck.errors import SystemFailure, UsageError, shown
 from fusecheck.exact import Finding, Slice, pair
 from fusecheck.manifest import Manifest
-from fusecheck.manifest_check import check_manifest, check_unopened, slices_of
+from fusecheck.manifest_check import check_manifest, check_unopened, layout_wanted, slices_of
+from fusecheck.mapping import LAYOUT
+from fusecheck.ranks_check import check_ranks
 from fusecheck.reader import Progress
 from fusecheck.verdicts import ProjectionCheck
 
@@ -126,6 +129,8 @@ def _exact(case: Case, on_progress: Progress | None) -> None:
 def _slices(case: Case, out: Checkpoint) -> list[Slice]:
     """What to compare with the source, and what to digest as it passes; whatever the source cuts otherwise, on its own."""
     manifest = case.manifest
+    if out.ranked:
+        return _rank_slices(case, out)
     named, found = slices_of(out.tensors, manifest) if manifest is not None else ([], [])
     case.findings += found
     if manifest is not None and not digest.available():
@@ -146,6 +151,18 @@ def _slices(case: Case, out: Checkpoint) -> list[Slice]:
     ]
 
 
+def _rank_slices(case: Case, out: Checkpoint) -> list[Slice]:
+    if case.config is None:
+        return []
+    check = check_ranks(out, case.config, case.manifest, case.source)
+    case.findings += check.findings
+    case.notes += check.notes
+    if not digest.available():
+        case.notes.append("digests not checked: the blake3 package is missing; the bytes are compared with the source")
+        return [replace(part, digest=None) for part in check.slices]
+    return check.slices
+
+
 def _check_folder(case: Case, out: Checkpoint) -> None:
     """Everything beside the tensors' bytes."""
     manifest, source, model = case.manifest, case.source, case.model
@@ -155,7 +172,8 @@ def _check_folder(case: Case, out: Checkpoint) -> None:
     elif model is not None and (model.split or model.left_split):
         names = [*(group.fused for group in model.split), *(left.fused for left in model.left_split)]
         case.notes.append(f"{len(names)} groups are left split, such as {shown(names[0])}")
-    case.findings += check_alone(out)
+    layout = layout_wanted(manifest) if manifest is not None else None
+    case.findings += check_alone(out, layout or (LAYOUT if not out.ranked else VLLM.declared(len(out.shards))))
     case.findings += check_config(out, source, manifest.config_original if manifest is not None else None)
     known = {side.path for side in source.side_files} if source is not None else set[str]()
     if source is not None:

@@ -22,6 +22,13 @@ def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
     }[report.verdict]
     yield f"{what} {shown(report.source)} -> {shown(report.out)}"
     copied = report.output_tensors - report.fused
+    if report.ranks:
+        ranks = ", ".join(map(str, report.ranks))
+        yield f"  cut for {report.target}, TP {report.tp}: rank{'s' if len(report.ranks) > 1 else ''} {ranks}"
+        yield f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out"
+        yield files_line(report)
+        yield from left_out_lines(report.left_out, verbose=verbose)
+        return
     yield (
         f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out"
         f" ({report.fused} fused, {copied} copied"

@@ -112,7 +112,7 @@ class Screen:
             for line in () if self.quiet else fuse_lines(report, verbose=self.verbose):
                 self.result(line)
         if not self.quiet:
-            self._say("engines", engines_line(), "bold")
+            self._say("engines", engines_line(report.tp), "bold")
 
     def unfuse(self, report: UnfuseReport, *, as_json: bool) -> None:
         """What unfuse did: a summary or document on stdout, warnings on stderr."""
