@@ -19,7 +19,7 @@ from .run_vllm import BEYOND, let_choose  # sets the environment that vLLM reads
 
 # isort: split
 from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
-from vllm.distributed import (
+from vllm.distributed import (  # type: ignore[import-not-found]
     destroy_model_parallel,
     ensure_model_parallel_initialized,
     init_distributed_environment,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ class ShardedSession(Session):
     """For each checkpoint and number of ranks: the split form by the default loader against what is written for the ranks."""
 
     def prepare(self, row: Check, seed: int) -> dict[str, Any]:
-        """Make, and cut for each number of ranks, out of every form that the same tensors can have; what is known so far."""
-        say(f"making and cutting: {row.name}")
+        """Make, cut for each number of ranks out of every form that the same tensors can have, verify; what is known then."""
+        say(f"making, cutting, verifying: {row.name}")
         forms = {"split": self.make(row, seed), "fused": self.folder("fused", row.name)}
         self.fuse(forms["split"], forms["fused"])
         if "moe" in row.model and row.method is None:
@@ -43,6 +44,8 @@ class ShardedSession(Session):
                 self.fuse(forms[form], out, "--target", "vllm-sharded", "--tp", str(size))
                 alike = weights(out) == weights(outs["split"])
                 self.findings.expect(alike, f"{row.name}, TP {size}: made from the {form} form, other bytes")
+            code, words = self.verify(outs["split"])
+            self.findings.expect(code == 0, f"{row.name}, TP {size}: verify: exit {code}: {words}")
         return {"model": row.name, "made_from": list(forms), "needs": row.needs, "sizes": {}}
 
     def fuse(self, source: Path, out: Path, *options: str) -> None:
@@ -94,22 +97,30 @@ class ShardedSession(Session):
             split, sharded = (ran[f"{row['model']}: {form}"] for form in LOADED)
             found = {"errors": {form: ran[f"{row['model']}: {form}"].get("error") for form in LOADED}}
             row["sizes"][size] |= {**same(split, sharded), **found}
+            where = f"{row['model']}, TP {size}"
+            self.findings.expect(as_expected(row, size), f"{where}: split and sharded differ: {found}")
+            self.findings.expect('"nan"' not in json.dumps(split), f"{where}: not a number: nothing was compared")
+        for damage in self.findings.damages if size == 1 else ():
+            damage["error"] = ran["damage"].get("error")
             self.findings.expect(
-                as_expected(row, size), f"{row['model']}, TP {size}: split and sharded differ: {found}"
+                MISSING in str(damage["error"]), f"a tensor missing: the engine says {damage['error']}"
             )
-        if size == 1:
-            error = ran["damage"].get("error")
-            self.findings.damages.append(
-                {"damage": "one gate_up_proj missing", "of": self.checks[0].name, "error": error}
-            )
-            self.findings.expect(MISSING in str(error), f"one tensor missing: the engine says {error}")
         return what
 
     def broken(self) -> Path:
-        """A copy of the first checkpoint's rank, a tensor less."""
+        """A copy of the first checkpoint for one rank, a tensor less, which verify must notice, and so must the engine."""
         out = self.folder("damaged", self.checks[0].name)
         shutil.copytree(self.folders(self.checks[0].name, 1)["sharded"], out)
         drop_of_rank(out)
+        code, words = self.verify(out)
+        self.findings.expect(code == 1, f"a tensor missing: verify: exit {code}, not 1: {words}")
+        row = {
+            "damage": "one gate_up_proj missing",
+            "of": self.checks[0].name,
+            "verify_exit": code,
+            "verify_says": words,
+        }
+        self.findings.damages.append(row)
         return out
 
 

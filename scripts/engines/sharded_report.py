@@ -20,7 +20,9 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
             yield f"    the engine cannot compute with the split form here: {one_line(error)}"
             yield f"    it needs {row['needs'] or 'nothing that is known'}"
     for row in document["damages"]:
-        yield f"{row['damage']} ({row['of']}): {one_line(str(row['error']))}"
+        yield f"{row['damage']} ({row['of']})"
+        yield f"    engine    {one_line(str(row['error']))}"
+        yield f"    verify    exit {row['verify_exit']}: {row['verify_says']}"
     yield from verdict(document)
 
 
