@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.errors import SystemFailure
-from fusecheck.header import tensor_bytes
+from fusecheck.header import TensorInfo, encode_header, tensor_bytes
 
 _OPAQUE = frozenset({"F4", "F6_E2M3", "F6_E3M2"}) | (
     frozenset() if hasattr(torch, "float8_e8m0fnu") else frozenset({"F8_E8M0"})
@@ -27,14 +28,27 @@ def load_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     """
     info = checkpoint.tensors[name]
     if info.dtype in _OPAQUE:
-        data = bytearray(info.nbytes)
-        checkpoint.files.read_into(info.shard, info.start, memoryview(data))
+        data = _bytes_of(checkpoint, info)
         width = tensor_bytes(info.dtype, info.shape[1:]) or 0
         raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return raw.reshape(info.shape[0], width) if info.shape else raw
+    if checkpoint.files.root is None:
+        return _from_store(checkpoint, info)
     try:
-        with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
+        with safe_open(checkpoint.folder / info.shard, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
     except OSError as error:
         raise SystemFailure.from_os(error, info.shard, "open") from None
     return tensor
+
+
+def _bytes_of(checkpoint: Checkpoint, info: TensorInfo) -> bytearray:
+    data = bytearray(info.nbytes)
+    checkpoint.files.read_into(info.shard, info.start, memoryview(data))
+    return data
+
+
+def _from_store(checkpoint: Checkpoint, info: TensorInfo) -> Tensor:
+    """The library opens files only: it is given one that holds this tensor alone."""
+    head = encode_header([(info.name, info.dtype, info.shape, info.nbytes)], None)
+    return load(head + bytes(_bytes_of(checkpoint, info)))[info.name]
