@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 from fusecheck.checkpoint import Checkpoint
@@ -37,6 +38,13 @@ def declaration(text: str) -> dict[str, object]:
     except (CheckpointError, UnicodeEncodeError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def declared_tp(out: Checkpoint) -> int | None:
+    """How many ranks the files of OUT declare to be cut for, where all say the same."""
+    said = {str(declaration((shard.metadata or {}).get(OWN_KEY, "")).get("layout")) for shard in out.shards}
+    found = re.search(r" tp=([1-9][0-9]{0,3})$", said.pop()) if len(said) == 1 else None
+    return int(found[1]) if found else None
 
 
 def check_config(out: Checkpoint, source: Checkpoint | None, original: str | None) -> Iterator[Finding]:

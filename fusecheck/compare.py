@@ -143,7 +143,7 @@ def _first_difference(ours: bytearray, theirs: bytearray) -> int:
 def _difference(part: Slice, offset: int) -> Finding:
     """Name the first differing byte by tensor, part and row; `offset` counts in the part's own bytes."""
     tensor = part.out
-    row_bytes = part.row_bytes if part.rows > 1 else tensor_bytes(tensor.dtype, tensor.shape[1:])
+    row_bytes = part.row_bytes if part.rows > 1 else tensor_bytes(tensor.dtype, tensor.shape[1:][-1:])
     row = offset // row_bytes if row_bytes and tensor.shape else None
     within = offset if part.rows == 1 or row is None else row * part.stride + offset % part.row_bytes
     name = part.source.name if part.source is not None and part.part is None else tensor.name
@@ -153,6 +153,6 @@ def _difference(part: Slice, offset: int) -> Finding:
         name,
         part.part,
         part.first_row + row if row is not None else None,
-        row if part.part is not None else None,
+        part.part_first_row + row if row is not None and part.part is not None else None,
         part.start - tensor.start + within,
     )

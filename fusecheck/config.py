@@ -48,6 +48,8 @@ class ModelConfig:
     """0 where every MLP is dense."""
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
+    declares_shared_expert: bool
+    """Whether config.json itself gives that size; else it is that of the other experts."""
     mlp_only_layers: frozenset[int]
     decoder_sparse_step: int
     quantisation: Quantisation
@@ -128,6 +130,7 @@ def parse_config(blob: bytes, beside: bytes | None = None) -> ModelConfig:
         num_experts=_experts(text) if sparse else 0,
         moe_intermediate_size=expert_size,
         shared_expert_intermediate_size=_size(text, "shared_expert_intermediate_size") if shared else expert_size,
+        declares_shared_expert=shared and sparse,
         mlp_only_layers=_layers(text.get("mlp_only_layers")),
         decoder_sparse_step=1 if text.get("decoder_sparse_step") is None else _size(text, "decoder_sparse_step"),
         quantisation=quantisation,

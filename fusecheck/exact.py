@@ -63,6 +63,8 @@ class Slice:
     """Of the first run, in the data of `source`."""
     source_stride: int | None = None
     """Between runs there; None: they follow one another."""
+    part_first_row: int = 0
+    """Row of `source` at which this begins."""
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ modules, and asks of every rank's file that these places fill it, to the byte, w
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,12 +15,24 @@ from fusecheck.config import ModelConfig
 from fusecheck.engines.vllm_sharded import Cut, ShardedLayout
 from fusecheck.exact import Finding, Slice, span
 from fusecheck.header import TensorInfo, tensor_bytes
-from fusecheck.mapping import GATE_UP, HEADS, PREFIXES, QKV, SHARED_EXPERT, Packing, expert_packing, split_module
+from fusecheck.mapping import (
+    GATE_UP,
+    HEADS,
+    PREFIXES,
+    QKV,
+    SHARED_EXPERT,
+    Packing,
+    expert_packing,
+    split_module,
+    stacked_packings,
+)
 
 SCALES = "weight_scale_inv"
 NORM = "model.norm.weight"
 _STACKS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """All experts in one tensor of `mlp.experts` -> the parts of each."""
+MAX_PADDING = 64 * 1024 * 1024
+"""Bytes of zeros after a vocabulary: of any real model, less than one."""
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -64,7 +76,8 @@ def _rows_of(name: str, tensor: TensorInfo, config: ModelConfig) -> Iterator[Ten
         return
     base = f"{prefix}layers.{layer}."
     stacked = _STACKS.get(suffix) if module == "mlp.experts" and len(tensor.shape) == 3 else None
-    if stacked is not None:
+    known = [config.stacked_shape(packing) for packing in stacked_packings(config.num_experts)] if stacked else []
+    if stacked is not None and tensor.shape in known:
         parts = [f"mlp.experts.{e}.{part}" for e in range(tensor.shape[0]) for part in stacked]
         rows = [tensor.shape[1] // len(stacked)] * len(parts)
         yield from _ranges(tensor, [f"{base}{part}.weight" for part in parts], rows, tensor.shape[2:])
@@ -104,17 +117,37 @@ def _parsed(name: str) -> tuple[str, str | None, str, str]:
 
 
 def required(config: ModelConfig, prefix: str) -> Iterator[str]:
-    """The weights that a split checkpoint of this model cannot be without; the head where it is not tied."""
+    """Every split tensor of such a model, by config.json alone, but for embedding and head: no more, and no fewer.
+
+    The engine registers a bias, a norm or a scale by what its config says, whatever a checkpoint may hold.
+    """
     yield f"{prefix}norm.weight"
     for layer in range(config.num_hidden_layers):
         base = f"{prefix}layers.{layer}."
-        modules = ["input_layernorm", "post_attention_layernorm"]
-        modules += [f"self_attn.{part}_norm" for part in "qk"] * config.family.head_norms
-        modules += [f"self_attn.{part}_proj" for part in "qkvo"]
-        mlps = [f"mlp.experts.{e}" for e in range(config.num_experts)] if config.is_sparse(layer) else ["mlp"]
-        modules += ["mlp.gate"] * config.is_sparse(layer)
-        modules += [f"{mlp}.{part}_proj" for mlp in mlps for part in ("gate", "up", "down")]
-        yield from (f"{base}{module}.weight" for module in modules)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms += [f"self_attn.{part}_norm" for part in "qk"] * config.family.head_norms
+        yield from (f"{base}{norm}.weight" for norm in norms)
+        for part in "qkvo":
+            biased = config.qkv_bias and (part != "o" or config.family.model_type == "llama")
+            yield from _linear(config, f"{base}self_attn.{part}_proj", biased=biased)
+        sparse = config.is_sparse(layer)
+        for mlp in [f"mlp.experts.{number}" for number in range(config.num_experts)] if sparse else ["mlp"]:
+            for part in ("gate", "up", "down"):
+                yield from _linear(config, f"{base}{mlp}.{part}_proj", biased=config.mlp_bias and not sparse)
+        if sparse:
+            yield from _linear(config, f"{base}mlp.gate", biased=False)
+        if sparse and config.declares_shared_expert:
+            yield f"{base}mlp.shared_expert_gate.weight"
+            for part in ("gate", "up", "down"):
+                yield from _linear(config, f"{base}mlp.shared_expert.{part}_proj", biased=False)
+
+
+def _linear(config: ModelConfig, module: str, *, biased: bool) -> Iterator[str]:
+    yield f"{module}.weight"
+    if biased:
+        yield f"{module}.bias"
+    if config.quantisation.method == "fp8" and not config.quantisation.ignores(module):
+        yield f"{module}.{SCALES}"
 
 
 def _dimensions(module: str, config: ModelConfig) -> tuple[int, ...]:
@@ -157,8 +190,8 @@ def _shape(module: str, suffix: str, config: ModelConfig) -> Shape:
 # ------------------------------------------------------------------------------------------- what ranks must hold
 
 
-def held(names: Iterable[str], config: ModelConfig, layout: ShardedLayout) -> tuple[dict[str, Held], list[str]]:
-    """The engine's tensors that the split tensors `names` make, and the names that have no place in it."""
+def held(names: Iterable[str], config: ModelConfig, layout: ShardedLayout) -> dict[str, Held]:
+    """The engine's tensors that the split tensors `names` make; a name without a place there makes none."""
     homes = {
         part: (module.name, place, cut) for module in layout.layer for place, (part, cut) in enumerate(module.parts)
     }
@@ -168,7 +201,6 @@ def held(names: Iterable[str], config: ModelConfig, layout: ShardedLayout) -> tu
         for place, (part, cut) in enumerate(stack.parts)
     }
     shares: dict[str, list[Share]] = {}
-    strangers: list[str] = []
     for name in names:
         _, layer, module, suffix = _parsed(name)
         if layer is None:
@@ -183,33 +215,41 @@ def held(names: Iterable[str], config: ModelConfig, layout: ShardedLayout) -> tu
             home, order, cut = homes[module]
             target = f"{home}.{suffix}"
         else:
-            strangers.append(name)
             continue
         axis = {Cut.WHOLE: None, Cut.COLUMNS: 1 if suffix != "bias" else None}.get(cut, 0)
         share = Share(order, name, _shape(module, suffix, config), axis, cut)
         shares.setdefault(f"model.layers.{layer}.{target}", []).append(share)
-    made = {
+    return {
         target: Held(tuple(sorted(found, key=lambda share: share.order)), _stacked(target, config))
         for target, found in shares.items()
     }
-    return made, strangers
 
 
 def _stacked(target: str, config: ModelConfig) -> int | None:
     return config.num_experts if ".routed_experts." in target else None
 
 
-def outside(names: Iterable[str], config: ModelConfig) -> dict[str, str]:
+def prefix_of(names: Iterable[str]) -> str:
+    """What stands before `layers.`; that of the first name which has one."""
+    return next((prefix for prefix, layer, _, _ in map(_parsed, names) if layer is not None), "model.")
+
+
+def outside(names: Collection[str], config: ModelConfig) -> dict[str, str]:
     """The engine's tensors outside the layers -> the split tensor that each is made of."""
-    by_end = {name.rpartition("embed_tokens.")[1] or name: name for name in names if ".layers." not in f".{name}"}
-    embedding = by_end.get("embed_tokens.")
-    head = next((name for name in HEADS if name in by_end), None)
-    norm = next((name for name in by_end if name.endswith("norm.weight")), None)
+    prefix = prefix_of(names)
+    embedding = next((name for name in (f"{prefix}embed_tokens.weight",) if name in names), None)
+    head = next((name for name in HEADS if name in names), None)
     source = (embedding or head) if config.tie_word_embeddings else head
-    made = {"lm_head.weight": source, NORM: norm}
+    made = {"lm_head.weight": source, NORM: f"{prefix}norm.weight"}
     if not config.tie_word_embeddings:
         made["model.embed_tokens.weight"] = embedding
-    return {target: name for target, name in made.items() if name is not None}
+    return {target: name for target, name in made.items() if name is not None and name in names}
+
+
+def beyond(config: ModelConfig, names: Collection[str]) -> str | None:
+    """Which number of config.json no checkpoint of so many tensors can have; foreign ones must not fill the memory."""
+    counts = {"num_hidden_layers": config.num_hidden_layers, "num_experts": config.num_experts}
+    return next((name for name, count in counts.items() if count > len(names)), None)
 
 
 def constants(config: ModelConfig, layout: ShardedLayout) -> dict[str, tuple[str | None, float]]:
@@ -302,9 +342,11 @@ def _joined(
                 width,
                 width,
                 share.name,
+                0 if share.axis == 1 else rows,
                 source=whole,
                 source_start=start,
                 source_stride=row if share.axis == 1 else width,
+                part_first_row=number * shape[0] if share.axis == 0 else 0,
             )
         )
         at += size
@@ -336,9 +378,11 @@ def _outside(
     slices = []
     if real:
         made = Slice(tensor, tensor.start, 1, real * row, real * row, name, source=whole)
-        slices.append(replace(made, source_start=first * row, source_stride=real * row))
-    if real < rows:
-        size = (rows - real) * row
+        slices.append(replace(made, source_start=first * row, source_stride=real * row, part_first_row=first))
+    size = (rows - real) * row
+    if size > MAX_PADDING:
+        return []
+    if size:
         slices.append(Slice(tensor, tensor.start + real * row, 1, size, size, first_row=real, wanted=bytes(size)))
     return slices
 

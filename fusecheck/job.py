@@ -343,5 +343,7 @@ def _same_weights(job: Job, manifest: Manifest) -> bool:
     """Whether the source's bytes are those that the manifest has the digests of."""
     if manifest.ranks is None:
         return same_weights(manifest, job.checkpoint)
+    if job.rank_files is None or manifest.dropped != job.dropped or manifest.ranks.left_out != job.rank_files.left_out:
+        return False
     recorded, files = manifest.ranks.tensors, job.checkpoint.files
     return all(same_pieces(shard.tensors, recorded.get(shard.file.path, {}), files) for shard in job.shards)

@@ -96,6 +96,7 @@ def check_manifest(
         yield from _check_index(manifest, out)
     else:
         yield from _check_pieces(manifest.ranks, out)
+        yield from _check_rank_options(manifest.ranks, manifest.options)
     yield from _check_files(manifest, out)
     yield from _check_origin(manifest, origin)
     if digest.available():
@@ -118,6 +119,13 @@ def _check_pieces(entry: RanksEntry, out: Checkpoint) -> Iterator[Finding]:
     for file in sorted(here.keys() | entry.tensors.keys()):
         for name in sorted(here.get(file, set()) ^ entry.tensors.get(file, {}).keys()):
             yield Finding("OUT and the manifest disagree on whether it is there", file, name)
+
+
+def _check_rank_options(entry: RanksEntry, options: Mapping[str, object]) -> Iterator[Finding]:
+    listed = ",".join(map(str, entry.numbers)) if len(entry.numbers) < entry.tp else None
+    for option, value in {"target": "vllm-sharded", "tp": entry.tp, "ranks": listed}.items():
+        if options.get(option) != value:
+            yield Finding(f"the option {option} is not what its ranks are", MANIFEST)
 
 
 def _check_shards(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint
 from fusecheck.forms import PLAIN, WEIGHTS
 from fusecheck.group import FusedTensor, Group, Known, survey_slot
 from fusecheck.header import TensorInfo
-from fusecheck.mapping import HEADS, PREFIXES, WRAPPERS, Experts, Packing, split_module
+from fusecheck.mapping import HEADS, PREFIXES, WRAPPERS, Experts, Packing, split_module, stacked_packings
 from fusecheck.slot import Linear, Peek, Slot
 from fusecheck.stack import arrange_experts, stacked_tensors
 
@@ -96,6 +96,7 @@ def survey(
                 split += groups
                 fused += whole
         if _is_stacked(config, layer, modules):
+            _check_stacks(config, modules)
             stacked += stacked_tensors(tensors, config, base, layer)
         _check_layer(tensors, config, base, layer, modules)
     _require(tensors, f"{prefix}norm.weight", (config.hidden_size,))
@@ -221,6 +222,19 @@ def _layer(number: str, tensor: TensorInfo, config: ModelConfig) -> int:
             wanted=f"num_hidden_layers {config.num_hidden_layers}, so layers 0 to {config.num_hidden_layers - 1}",
         )
     return layer
+
+
+def _check_stacks(config: ModelConfig, modules: Mapping[str, Linear]) -> None:
+    """Experts that are stacked, in either orientation: as many, and as large, as the config says."""
+    for name, tensor in modules["mlp.experts"].items():
+        packing = next(
+            (one for one in stacked_packings(config.num_experts) if one.fused == f"mlp.experts.{name}"), None
+        )
+        if packing is None or tensor.dtype not in PLAIN or len(modules["mlp.experts"]) > len(_STACKED):
+            continue
+        count, rows, columns = config.stacked_shape(packing)
+        if tensor.shape not in {(count, rows, columns), (count, columns, rows)}:
+            _check_form(tensor, (count, rows, columns))
 
 
 def _check_layer(

@@ -11,6 +11,7 @@ from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG
 from fusecheck.digest import digest_of
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
+from fusecheck.exact_ranks import outside
 from fusecheck.files import MAX_JSON_BYTES
 from fusecheck.forms import Join
 from fusecheck.group import FusedTensor
@@ -173,6 +174,13 @@ def _by_ranks(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
         )
     entry = manifest.ranks
     _check_files(manifest, checkpoint)
+    if digest_of(checkpoint.config_text) != manifest.config.digest:
+        raise CheckpointError(
+            "was edited after the ranks were cut by it, so it no longer says what they hold",
+            file=CONFIG,
+            remedy="undo the edit",
+        )
+    twin = outside(entry.sources, checkpoint.config).get("lm_head.weight")
     if entry.left_out:
         raise UnsupportedCheckpoint(
             "had no place in the layout, and its bytes are not here", file=MANIFEST, tensor=next(iter(entry.left_out))
@@ -181,10 +189,10 @@ def _by_ranks(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
     by_name = {tensor.output.name: tensor for tensor in made}
     outputs = [tensor.output for tensor in made]
     for name, dropped in manifest.dropped.items():
-        if dropped.same_as not in by_name or name not in HEADS:
+        if dropped.same_as not in by_name or name not in HEADS or dropped.same_as != twin:
             raise CheckpointError("cannot have been dropped", file=MANIFEST, tensor=name, found=dropped.same_as)
-        twin = by_name[dropped.same_as]
-        by_name[name] = replace(twin, output=twin.output._replace(name=name))
+        same = by_name[dropped.same_as]
+        by_name[name] = replace(same, output=same.output._replace(name=name))
         outputs.append(by_name[name].output)
     places = {**entry.sources, **{name: dropped.shard for name, dropped in manifest.dropped.items()}}
     shards = _original_shards(manifest, outputs, places)

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fusecheck.beside import declared_tp
 from fusecheck.checkpoint import Checkpoint
-from fusecheck.config import ModelConfig
+from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.engines.vllm_sharded import VLLM, ShardedLayout, layout_of
 from fusecheck.exact import Finding, Slice
-from fusecheck.exact_ranks import Demand, constants, held, outside, pair_rank, required, split_names
+from fusecheck.exact_ranks import (
+    Demand,
+    beyond,
+    constants,
+    held,
+    outside,
+    pair_rank,
+    prefix_of,
+    required,
+    split_names,
+)
 from fusecheck.files import same_bytes
 from fusecheck.header import TensorInfo
 from fusecheck.manifest import Manifest, RanksEntry
@@ -25,6 +36,8 @@ class RanksCheck:
     slices: list[Slice] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    tp: int = 1
+    """Ranks that the layout is for."""
 
 
 def check_ranks(
@@ -35,19 +48,22 @@ def check_ranks(
     entry = manifest.ranks if manifest is not None else None
     by_rank = _by_rank(out, check)
     layout = layout_of(entry.engine, entry.versions) if entry is not None else VLLM
-    tp = entry.tp if entry is not None else len(by_rank)
-    if layout is None or tp < 1:
-        check.findings.append(Finding("the manifest names a layout that is not known", MANIFEST))
-        return check
-    _check_numbers(by_rank, tp, entry, check)
+    check.tp = entry.tp if entry is not None else declared_tp(out) or len(by_rank)
     view = split_names(source.tensors, source.config) if source is not None else None
-    names = list(view) if view is not None else list(entry.sources) if entry is not None else []
-    demand = _demand(names, config, layout, tp, manifest, check)
-    for rank, own in sorted(by_rank.items()):
-        slices, found = pair_rank(rank, own, demand, view)
-        check.findings += found
-        check.slices += _digested(slices, own, entry, check) if entry is not None else _flat(slices)
-    check.findings += _twins(view, source, manifest)
+    names = set(view) if view is not None else set(entry.sources) if entry is not None else set[str]()
+    if layout is None:
+        check.findings.append(Finding("the manifest names a layout that is not known", MANIFEST))
+    elif names and (odd := beyond(config, names)) is not None:
+        check.findings.append(Finding(f"{odd} is larger than the number of tensors", CONFIG))
+    elif names:
+        _check_numbers(by_rank, check.tp, entry, layout, check)
+        demand = _demand(names, config, layout, check, against="the manifest" if view is None else "the source")
+        _check_spare(demand, names, manifest, check)
+        for rank, own in sorted(by_rank.items()):
+            slices, found = pair_rank(rank, own, demand, view)
+            check.findings += found
+            check.slices += _digested(slices, own, entry, check) if entry is not None else _flat(slices)
+        check.findings += _twins(view, source, manifest)
     return check
 
 
@@ -62,43 +78,49 @@ def _by_rank(out: Checkpoint, check: RanksCheck) -> dict[int, dict[str, TensorIn
     return found
 
 
-def _check_numbers(found: Mapping[int, object], tp: int, entry: RanksEntry | None, check: RanksCheck) -> None:
+def _check_numbers(
+    found: Mapping[int, object], tp: int, entry: RanksEntry | None, layout: ShardedLayout, check: RanksCheck
+) -> None:
     wanted = set(entry.numbers) if entry is not None else set(range(tp))
-    check.findings += [Finding(f"no file of rank {rank} is there") for rank in sorted(wanted - found.keys())]
+
+    def name(rank: int) -> str:
+        return layout.file.format(rank=rank, part="*")
+
+    check.findings += [Finding("is missing", name(rank)) for rank in sorted(wanted - found.keys())]
     check.findings += [
-        Finding(f"files of rank {rank}, which is none of OUT's") for rank in sorted(found.keys() - wanted)
+        Finding("is of a rank that OUT does not have", name(rank)) for rank in sorted(found.keys() - wanted)
     ]
     if len(wanted) < tp:
         check.notes.append(f"{len(wanted)} of {tp} ranks are here: what the others hold is not proved")
 
 
-def _demand(
-    names: Sequence[str],
-    config: ModelConfig,
-    layout: ShardedLayout,
-    tp: int,
-    manifest: Manifest | None,
-    check: RanksCheck,
-) -> Demand:
-    """What every rank must hold, and findings for split tensors that are nowhere in it."""
-    within, strangers = held(names, config, layout)
+def _demand(names: set[str], config: ModelConfig, layout: ShardedLayout, check: RanksCheck, *, against: str) -> Demand:
+    """What every rank must hold, and findings for split tensors that are too many or too few."""
     around = outside(names, config)
-    prefix = next((name.removesuffix("norm.weight") for name in (around.get("model.norm.weight"),) if name), "")
-    spare = {name for name in names if name in HEADS and config.tie_word_embeddings}
-    gone = manifest.dropped if manifest is not None else {}
-    untied = (name for name in gone if name not in HEADS or not config.tie_word_embeddings)
+    wanted = set(required(config, prefix_of(names)))
+    heads = {name for name in names if name in HEADS and config.tie_word_embeddings}
     check.findings += [
-        Finding("the manifest calls it dropped, and it is no tied head", MANIFEST, name) for name in untied
+        Finding(f"{against} has it, and such a model does not", None, name)
+        for name in sorted(names - wanted - set(around.values()) - heads)
     ]
-    spare |= manifest.ranks.left_out.keys() if manifest is not None and manifest.ranks is not None else set()
-    used = {share.name for each in within.values() for share in each.shares} | set(around.values()) | spare
-    present = set(names)
-    check.findings += [Finding("no rank holds anything of it", None, name) for name in (*strangers, *present - used)]
-    missing = (name for name in required(config, prefix) if name not in present)
-    check.findings += [Finding("the manifest says nothing of it", MANIFEST, name) for name in missing]
+    check.findings += [Finding(f"{against} lacks it", None, name) for name in sorted(wanted - names)]
     if "lm_head.weight" not in around:
-        check.findings.append(Finding("is made of nothing", MANIFEST, "lm_head.weight"))
-    return Demand(config, layout, tp, within, around, constants(config, layout))
+        check.findings.append(Finding(f"{against} has nothing that it is made of", None, "lm_head.weight"))
+    within = held(names & wanted, config, layout)
+    return Demand(config, layout, check.tp, within, around, constants(config, layout))
+
+
+def _check_spare(demand: Demand, names: set[str], manifest: Manifest | None, check: RanksCheck) -> None:
+    """What the manifest says of a tied head that is not there: nothing else can be absent."""
+    if manifest is None or manifest.ranks is None:
+        return
+    tied, twin = demand.config.tie_word_embeddings, demand.around.get("lm_head.weight")
+    for name, same_as in {
+        **{name: entry.same_as for name, entry in manifest.dropped.items()},
+        **dict.fromkeys(manifest.ranks.left_out, twin),
+    }.items():
+        if not tied or name not in HEADS or same_as != twin or twin not in names:
+            check.findings.append(Finding("the manifest leaves it out, and it is no tied head", MANIFEST, name))
 
 
 def _flat(slices: Mapping[str, Sequence[Slice]]) -> Iterator[Slice]:
@@ -127,7 +149,9 @@ def _twins(
         if view is None or source is None:
             continue
         one, other = view.get(name), view.get(dropped.same_as)
-        places = [(tensor.shard, tensor.start) for tensor in (one, other) if tensor is not None]
-        files = source.files
-        if one is None or other is None or not same_bytes(files, places[0], files, places[1], one.nbytes):
+        if one is None or other is None:
+            continue  # a source that is fused may have dropped it too
+        here, there = (one.shard, one.start), (other.shard, other.start)
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        if not alike or not same_bytes(source.files, here, source.files, there, one.nbytes):
             yield Finding(f"the manifest calls it equal to {dropped.same_as}, which it is not", MANIFEST, name)

@@ -11,17 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusecheck.config import CONFIG, ModelConfig
+from fusecheck.engines.vllm_sharded import Bias, Cut, Module, ShardedLayout, Stack, When
 from fusecheck.engines.vllm_sharded import Constant as Scalar
-from fusecheck.engines.vllm_sharded import Cut, Module, ShardedLayout, Stack
-from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
+from fusecheck.errors import UnsupportedCheckpoint
 from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.model import Model
 from fusecheck.plan import Block, Constant, OutputTensor, Strip, contiguous
 
 HEAD = "lm_head"
-O_PROJ = "self_attn.o_proj"
-SUFFIXES = ("weight", "weight_scale_inv", "bias")
-"""Of the tensors of a stored Linear: plain, or FP8 with block scales."""
+MAX_PADDING = 64 * 1024 * 1024
+"""Bytes of zeros after a vocabulary: of any real model, less than one."""
 FAMILIES = frozenset({"qwen3", "qwen3_moe", "qwen2", "llama", "mistral"})
 """Model types whose layout is known; vision towers have one of their own."""
 
@@ -38,6 +37,11 @@ class Ranks:
     def declared(self) -> str:
         """What the output declares as its row layout."""
         return self.layout.declared(self.tp)
+
+    @property
+    def listed(self) -> str | None:
+        """As `--ranks` says it, sorted; None for all."""
+        return None if len(self.numbers) == self.tp else ",".join(map(str, self.numbers))
 
 
 def check_ranks(config: ModelConfig, ranks: Ranks) -> None:
@@ -58,9 +62,15 @@ def check_ranks(config: ModelConfig, ranks: Ranks) -> None:
         sizes["intermediate_size"] = config.intermediate_size
     if any(sparse):
         sizes["moe_intermediate_size"] = config.moe_intermediate_size
+        if config.declares_shared_expert:
+            sizes["shared_expert_intermediate_size"] = config.shared_expert_intermediate_size
+        if tp > config.num_experts:
+            raise UnsupportedCheckpoint("--tp is larger than num_experts", file=CONFIG, found=config.num_experts)
     odd = next((name for name, size in sizes.items() if size % tp), None)
     if odd is not None:
-        raise UnsupportedCheckpoint(f"--tp {tp} does not divide {odd}", file=CONFIG, found=sizes[odd])
+        raise UnsupportedCheckpoint(
+            f"--tp {tp} does not divide {odd}", file=CONFIG, found=sizes[odd], remedy="choose a --tp that does"
+        )
     if kv % tp and tp % kv:
         raise UnsupportedCheckpoint(
             f"--tp {tp} neither divides num_key_value_heads nor is a multiple", file=CONFIG, found=kv
@@ -97,7 +107,7 @@ def rank_tensors(
 ) -> list[list[OutputTensor]]:
     """What each wanted rank holds, in one order for all. `view` is the split form (`plan.split_view`).
 
-    CheckpointError for a tensor that has no place there: the engine would refuse an unknown key.
+    UnsupportedCheckpoint for a tensor that has no place there, or that is absent: the engine would refuse the key set.
     """
     builder = _Builder(view, config, ranks)
     builder.outside(model)
@@ -107,7 +117,11 @@ def rank_tensors(
     odd = next((name for name in view if name not in builder.used and name != spare), None)
     if odd is not None:
         raise UnsupportedCheckpoint(
-            f"has no place in {ranks.layout.engine}'s sharded_state", file=view[odd].shard, tensor=odd
+            f"has no place in {ranks.layout.engine}'s sharded_state of such a model, and would be an unknown key",
+            file=view[odd].shard,
+            tensor=odd,
+            found=view[odd].form,
+            remedy="remove it from the checkpoint if it is no weight of the model",
         )
     return builder.ranks
 
@@ -119,6 +133,7 @@ class _Builder:
         self.ranks: list[list[OutputTensor]] = [[] for _ in ranks.numbers]
         self.used: set[str] = set()
         self._view, self._config, self._layout = view, config, ranks.layout
+        self._dtype = ""
         self._shares = {cut: [share(cut, config, rank, ranks.tp) for rank in ranks.numbers] for cut in Cut}
 
     def outside(self, model: Model) -> None:
@@ -131,49 +146,64 @@ class _Builder:
             )
         if not tied and model.embedding is not None:
             self._vocabulary("model.embed_tokens.weight", self._take(model.embedding))
+        self._dtype = self._take(head).dtype
         self._vocabulary(f"{HEAD}.weight", self._take(head))
         self._add("model.norm.weight", [(self._take(f"{model.prefix}norm.weight"), Cut.WHOLE)], "weight")
 
     def layer(self, base: str, source: str, *, sparse: bool) -> None:
         """One decoder layer."""
         for module in self._layout.layer:
-            for suffix in SUFFIXES:
-                self._module(base, source, module, suffix)
+            if self._has(module.when, sparse=sparse):
+                self._module(base, source, module)
         for stack in self._layout.experts if sparse else ():
-            for suffix in SUFFIXES:
+            for suffix in self._suffixes(f"{source}mlp.experts.0.{stack.parts[0][0]}"):
                 self._stack(base, source, stack, suffix)
         quantised = self._config.quantisation.method == "fp8"
         near = self._view[f"{source}input_layernorm.weight"]
         for scalar in (*self._layout.constants, *(self._layout.fp8_constants if quantised else ())):
-            dtype = scalar.dtype or near.dtype
+            dtype = scalar.dtype or self._dtype
             made = OutputTensor(f"{base}{scalar.name}", dtype, (), near, (Constant(encoded(scalar, dtype)),))
             for tensors in self.ranks:
                 tensors.append(made)
 
-    def _module(self, base: str, source: str, module: Module, suffix: str) -> None:
-        names = [f"{source}{part}.{suffix}" for part, _ in module.parts]
-        first = self._view.get(names[0])
-        if first is None:
-            return
-        family = self._config.family.model_type
-        if suffix == "bias" and module.name == O_PROJ and family not in self._layout.o_proj_bias:
-            raise UnsupportedCheckpoint(
-                f"{self._layout.engine} has no such bias in {family} and would leave it out",
-                file=first.shard,
-                tensor=first.name,
-            )
-        parts = [(self._take(name), cut) for name, (_, cut) in zip(names, module.parts, strict=True)]
-        self._add(f"{base}{module.name}.{suffix}", parts, suffix)
+    def _has(self, when: When, *, sparse: bool) -> bool:
+        config = self._config
+        return {
+            When.ALWAYS: True,
+            When.HEAD_NORMS: config.family.head_norms,
+            When.DENSE: not sparse,
+            When.SPARSE: sparse,
+            When.SHARED: sparse and config.declares_shared_expert,
+        }[when]
+
+    def _has_bias(self, bias: Bias) -> bool:
+        config = self._config
+        return {
+            Bias.NEVER: False,
+            Bias.QKV: config.qkv_bias,
+            Bias.OUTPUT: config.qkv_bias and config.family.model_type in self._layout.o_proj_bias,
+            Bias.MLP: config.mlp_bias,
+        }[bias]
+
+    def _suffixes(self, linear: str) -> tuple[str, ...]:
+        """What a Linear that may be quantised is stored as, by the declaration that the engine goes by."""
+        quantisation = self._config.quantisation
+        scaled = quantisation.method == "fp8" and not quantisation.ignores(linear)
+        return ("weight", "weight_scale_inv") if scaled else ("weight",)
+
+    def _module(self, base: str, source: str, module: Module) -> None:
+        suffixes = self._suffixes(f"{source}{module.parts[0][0]}") if module.linear else ("weight",)
+        for suffix in (*suffixes, *(("bias",) if self._has_bias(module.bias) else ())):
+            parts = [(self._take(f"{source}{part}.{suffix}"), cut) for part, cut in module.parts]
+            self._add(f"{base}{module.name}.{suffix}", parts, suffix)
 
     def _stack(self, base: str, source: str, stack: Stack, suffix: str) -> None:
-        first = self._view.get(f"{source}mlp.experts.0.{stack.parts[0][0]}.{suffix}")
-        if first is None:
-            return
         parts = [
             (self._take(f"{source}mlp.experts.{number}.{part}.{suffix}"), cut)
             for number in range(self._config.num_experts)
             for part, cut in stack.parts
         ]
+        first = parts[0][0]
         other = next((t for t, _ in parts if t.dtype != first.dtype or len(t.shape) != len(first.shape)), None)
         if other is not None:
             raise UnsupportedCheckpoint(
@@ -189,7 +219,12 @@ class _Builder:
         self.used.add(name)
         tensor = self._view.get(name)
         if tensor is None:
-            raise CheckpointError("a tensor that the layout needs is missing", file=CONFIG, tensor=name)
+            raise UnsupportedCheckpoint(
+                f"is absent, and {self._layout.engine} demands it of such a model",
+                file=CONFIG,
+                tensor=name,
+                remedy="let the checkpoint and config.json agree on biases, experts and quantised layers",
+            )
         return tensor
 
     def _add(self, name: str, parts: Sequence[tuple[TensorInfo, Cut]], suffix: str, experts: int | None = None) -> None:
@@ -201,7 +236,13 @@ class _Builder:
             None,
         )
         if odd is not None:
-            raise CheckpointError("does not fit its neighbours", file=odd.shard, tensor=odd.name, found=odd.form)
+            raise UnsupportedCheckpoint(
+                "cannot stand in one tensor with its neighbours",
+                file=odd.shard,
+                tensor=odd.name,
+                found=odd.form,
+                wanted=f"{first.form}, as {first.name}",
+            )
         rows = sum(shape[0] for shape in shapes)
         shape = (rows, *shapes[0][1:]) if experts is None else (experts, rows // experts, *shapes[0][1:])
         axes = [axis_of(cut, suffix) for _, cut in parts]
@@ -240,8 +281,16 @@ class _Builder:
             strips: list[Strip] = []
             if stop > start:
                 strips.append((Block(tensor.shard, tensor.start + start * row, (stop - start) * row, 1, 1),))
-            if stop - start < rows:
-                strips.append(Constant(bytes((rows - (stop - start)) * row)))
+            padding = (rows - (stop - start)) * row
+            if padding > MAX_PADDING:
+                raise UnsupportedCheckpoint(
+                    "the padding of the vocabulary is too large",
+                    file=tensor.shard,
+                    tensor=name,
+                    found=f"{padding} bytes",
+                )
+            if padding:
+                strips.append(Constant(bytes(padding)))
             tensors.append(OutputTensor(name, tensor.dtype, (rows, *tensor.shape[1:]), tensor, tuple(strips)))
 
 

@@ -21,7 +21,7 @@ MAX_INDEXED = 1_000_000
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors", re.ASCII)
 """A shard is a plain file name: nothing in an index leads out of the folder."""
 
-RANK_FILE = re.compile(r"model-rank-([0-9]{1,5})-part-([0-9]{1,5})\.safetensors", re.ASCII)
+RANK_FILE = re.compile(r"model-rank-(0|[1-9][0-9]{0,4})-part-(0|[1-9][0-9]{0,4})\.safetensors", re.ASCII)
 """A file of one rank, as vLLM's sharded_state names it."""
 
 _OTHER_WEIGHTS = tuple(suffix for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors")

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusecheck.checkpoint import Checkpoint
+from fusecheck.config import CONFIG
 from fusecheck.engines.vllm_sharded import layout_of
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.exact import Slice
-from fusecheck.exact_ranks import NORM, Demand, constants, held, outside, pair_rank
+from fusecheck.exact_ranks import NORM, Demand, beyond, constants, held, outside, pair_rank
 from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.manifest import Manifest, RanksEntry
 from fusecheck.plan import Block, OutputTensor, Strip
@@ -46,7 +47,9 @@ def whole_tensors(checkpoint: Checkpoint, manifest: Manifest) -> list[Whole]:
             file=MANIFEST,
             remedy="put the files of all ranks into one folder by one run of fuse",
         )
-    within, _ = held(entry.sources, config, layout)
+    if beyond(config, entry.sources) is not None:
+        raise CheckpointError("is of another model than the manifest", file=CONFIG)
+    within = held(entry.sources, config, layout)
     around = outside(entry.sources, config)
     demand = Demand(config, layout, entry.tp, within, around, constants(config, layout))
     shapes = {share.name: share.shape for each in within.values() for share in each.shares}

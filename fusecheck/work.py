@@ -49,12 +49,12 @@ def reader_of(origin: Origin, files: Iterable[PlannedFile]) -> AbstractContextMa
 
 def checked_options(options: Options) -> Options:
     """The options themselves. UsageError where one has no such value, or they contradict each other."""
-    _ = options.wanted_ranks
+    ranks = options.wanted_ranks
     if options.experts not in get_args(Experts):
         raise UsageError("--experts has no such form", found=options.experts, wanted=", ".join(get_args(Experts)))
     if options.max_shard_size is not None:
         check_shard_size(options.max_shard_size)
-    return options
+    return options if ranks is None else replace(options, ranks=ranks.listed)
 
 
 @contextmanager

@@ -271,7 +271,7 @@ KINDS: Mapping[str, tuple[dict[str, object] | None, Make]] = {
         _fp8_scaled("weight_scale_inv", "BF16", _block, static=False),
     ),
     "fp8-square": (
-        {**_FP8, "weight_block_size": [SQUARE, SQUARE]},
+        {**_FP8, "weight_block_size": [SQUARE, SQUARE], "modules_to_not_convert": ["lm_head", "mlp.gate"]},
         _fp8_scaled("weight_scale_inv", "F32", _square, static=False),
     ),
     "fp8-channel": (_FP8, _fp8_scaled("weight_scale", "F32", _channel, static=False)),

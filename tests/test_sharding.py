@@ -314,7 +314,7 @@ REFUSED: tuple[tuple[dict[str, object], int, str], ...] = (
     ({"num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 24}, 4, "num_key_value_heads"),
     ({"num_attention_heads": 128, "num_key_value_heads": 1, "intermediate_size": 128}, 128, "padded vocabulary"),
     ({"extra": ("counter",)}, 2, "has no place"),
-    ({"bias": True, "o_bias": True}, 2, "no such bias"),
+    ({"bias": True, "o_bias": True}, 2, "has no place"),
     ({"tied": False, "prefix": ""}, 2, "lm_head.weight is absent"),
 )
 

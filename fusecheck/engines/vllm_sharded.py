@@ -26,12 +26,40 @@ class Cut(Enum):
     """One of T equal runs of rows, after padding with zeros to a multiple of `vocab_padding`."""
 
 
+class When(Enum):
+    """Which layers have a module."""
+
+    ALWAYS = "always"
+    HEAD_NORMS = "head norms"
+    """Where the family has q_norm and k_norm."""
+    DENSE = "dense"
+    SPARSE = "sparse"
+    SHARED = "shared"
+    """Sparse ones of a model whose config gives a shared expert's size."""
+
+
+class Bias(Enum):
+    """Where a module has a bias; the engine demands it there, and knows none elsewhere."""
+
+    NEVER = "never"
+    QKV = "qkv"
+    """As the family, or its attention_bias, says."""
+    OUTPUT = "output"
+    """With attention_bias, in the families of `o_proj_bias`."""
+    MLP = "mlp"
+    """With mlp_bias, where the family knows that."""
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
     """A module of the engine, by path below its layer, and the split modules whose shares follow one another in it."""
 
     name: str
     parts: tuple[tuple[str, Cut], ...]
+    when: When = When.ALWAYS
+    bias: Bias = Bias.NEVER
+    linear: bool = False
+    """Whether it may be quantised, and then has block scales beside its weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +89,29 @@ class ShardedLayout:
     file: str
     """Name of a rank's file, to be formatted with `rank` and `part`."""
     vocab_padding: int
-    model: tuple[Module, ...]
-    """Beside the layers, by path below `model.`."""
     layer: tuple[Module, ...]
     experts: tuple[Stack, ...]
     constants: tuple[Constant, ...]
     fp8_constants: tuple[Constant, ...]
     """More of them, where the model is quantised to FP8."""
     o_proj_bias: frozenset[str]
-    """Model types whose o_proj has a bias in the engine if it has one in the checkpoint."""
+    """Model types whose o_proj has a bias in the engine, where attention_bias is true."""
 
     def declared(self, tp: int) -> str:
         """What an output declares as its row layout."""
         return f"{self.engine} {self.versions} sharded_state tp={tp}"
 
 
-def _same(name: str, cut: Cut) -> Module:
-    return Module(name, ((name, cut),))
+def _norm(name: str, when: When = When.ALWAYS) -> Module:
+    return Module(name, ((name, Cut.WHOLE),), when)
 
 
-def _mlp(module: str, source: str) -> tuple[Module, Module]:
+def _mlp(module: str, source: str, when: When, bias: Bias) -> tuple[Module, Module]:
     gate_up = ((f"{source}.gate_proj", Cut.ROWS), (f"{source}.up_proj", Cut.ROWS))
-    return Module(f"{module}.gate_up_proj", gate_up), Module(
-        f"{module}.down_proj", ((f"{source}.down_proj", Cut.COLUMNS),)
+    down = ((f"{source}.down_proj", Cut.COLUMNS),)
+    return (
+        Module(f"{module}.gate_up_proj", gate_up, when, bias, linear=True),
+        Module(f"{module}.down_proj", down, when, bias, linear=True),
     )
 
 
@@ -95,19 +123,20 @@ VLLM = ShardedLayout(
     versions="0.32",
     file="model-rank-{rank}-part-{part}.safetensors",
     vocab_padding=64,
-    model=(_same("embed_tokens", Cut.VOCAB), _same("norm", Cut.WHOLE)),
     layer=(
-        *(_same(norm, Cut.WHOLE) for norm in ("input_layernorm", "post_attention_layernorm")),
-        *(_same(f"self_attn.{norm}", Cut.WHOLE) for norm in ("q_norm", "k_norm")),
+        *(_norm(name) for name in ("input_layernorm", "post_attention_layernorm")),
+        *(_norm(f"self_attn.{name}", When.HEAD_NORMS) for name in ("q_norm", "k_norm")),
         Module(
             "self_attn.qkv_proj",
             (("self_attn.q_proj", Cut.ROWS), ("self_attn.k_proj", Cut.KV_ROWS), ("self_attn.v_proj", Cut.KV_ROWS)),
+            bias=Bias.QKV,
+            linear=True,
         ),
-        _same("self_attn.o_proj", Cut.COLUMNS),
-        *_mlp("mlp", "mlp"),
-        Module("mlp.experts.gate", (("mlp.gate", Cut.WHOLE),)),
-        *_mlp(_SHARED, "mlp.shared_expert"),
-        Module(f"{_SHARED}.expert_gate", (("mlp.shared_expert_gate", Cut.WHOLE),)),
+        Module("self_attn.o_proj", (("self_attn.o_proj", Cut.COLUMNS),), bias=Bias.OUTPUT, linear=True),
+        *_mlp("mlp", "mlp", When.DENSE, Bias.MLP),
+        Module("mlp.experts.gate", (("mlp.gate", Cut.WHOLE),), When.SPARSE, linear=True),
+        *_mlp(_SHARED, "mlp.shared_expert", When.SHARED, Bias.NEVER),
+        Module(f"{_SHARED}.expert_gate", (("mlp.shared_expert_gate", Cut.WHOLE),), When.SHARED),
     ),
     experts=(
         Stack("mlp.experts.routed_experts", "w13_", (("gate_proj", Cut.ROWS), ("up_proj", Cut.ROWS))),

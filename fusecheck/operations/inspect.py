@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from fusecheck.beside import declaration
+from fusecheck.beside import declared_tp
 from fusecheck.checkpoint import Checkpoint, open_folder, open_stored
 from fusecheck.collector import collector_paused
 from fusecheck.config import CONFIG
@@ -18,7 +18,7 @@ from fusecheck.engines.table import ENGINES, Engine, ranks_engines
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.header import MAX_HEADER_BYTES, TensorInfo, strict_json
 from fusecheck.hub import resolve
-from fusecheck.mapping import HEADS, OWN_KEY, PACKINGS, PREFIXES, Packing
+from fusecheck.mapping import HEADS, PACKINGS, PREFIXES, Packing
 from fusecheck.model import survey
 from fusecheck.shards import cut_already
 from fusecheck.sidefiles import LeftOut
@@ -152,11 +152,9 @@ def _first_rank(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo], int |
     if not checkpoint.ranked:
         return checkpoint.tensors, None
     ranks = {shard.name.partition("-part-")[0] for shard in checkpoint.shards}
-    own_key = declaration((checkpoint.shards[0].metadata or {}).get(OWN_KEY, ""))
-    declared = re.search(r" tp=([0-9]{1,5})$", str(own_key.get("layout")))
     first = f"{checkpoint.shards[0].name.partition('-part-')[0]}-part-"
     own = {tensor.name: tensor for tensor in checkpoint.tensors.values() if tensor.shard.startswith(first)}
-    return own, int(declared[1]) if declared else len(ranks)
+    return own, declared_tp(checkpoint) or len(ranks)
 
 
 def _by_layer(tensors: Mapping[str, TensorInfo]) -> dict[int, list[tuple[str, TensorInfo]]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fusecheck import __version__, digest
 from fusecheck.ahead import read_ahead
-from fusecheck.beside import check_alone, check_config, check_side_files, notes
+from fusecheck.beside import check_alone, check_config, check_side_files, declared_tp, notes
 from fusecheck.case import Case, open_source, read_out
 from fusecheck.case_store import files_at
 from fusecheck.checkpoint import Checkpoint
@@ -209,8 +209,8 @@ def _check_folder(case: Case, out: Checkpoint) -> None:
     elif model is not None and (model.split or model.left_split):
         names = [*(group.fused for group in model.split), *(left.fused for left in model.left_split)]
         case.notes.append(f"{len(names)} groups are left split, such as {shown(names[0])}")
-    layout = layout_wanted(manifest) if manifest is not None else None
-    case.findings += check_alone(out, layout or (LAYOUT if not out.ranked else VLLM.declared(len(out.shards))))
+    alone = LAYOUT if not out.ranked else VLLM.declared(declared_tp(out) or 1)
+    case.findings += check_alone(out, layout_wanted(manifest) if manifest is not None else alone)
     case.findings += check_config(out, source, manifest.config_original if manifest is not None else None)
     known = {side.path for side in source.side_files} if source is not None else set[str]()
     if source is not None:

@@ -25,7 +25,8 @@ def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
     copied = report.output_tensors - report.fused
     if report.ranks:
         ranks = ", ".join(map(str, report.ranks))
-        yield f"  cut for {report.target}, TP {report.tp}: rank{'s' if len(report.ranks) > 1 else ''} {ranks}"
+        rest = "" if len(report.ranks) == report.tp else "; those of the other ranks have to stand beside them"
+        yield f"  cut for {report.target}, TP {report.tp}: rank{'s' if len(report.ranks) > 1 else ''} {ranks}{rest}"
         yield f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out"
         yield files_line(report)
         yield from left_out_lines(report.left_out, verbose=verbose)
