@@ -23,7 +23,7 @@ _OPAQUE = frozenset({"F4", "F6_E2M3", "F6_E3M2"}) | (
 def load_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     """In its own shape, or as uint8 [rows, bytes of a row] where torch cannot open its dtype.
 
-    Raises `SafetensorError`, or `SystemFailure` where the file cannot be opened.
+    `name` is its key in `checkpoint.tensors`. Raises `SafetensorError`, or `SystemFailure` where the file cannot be opened.
     """
     info = checkpoint.tensors[name]
     if info.dtype in _OPAQUE:
@@ -34,7 +34,20 @@ def load_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         return raw.reshape(info.shape[0], width) if info.shape else raw
     try:
         with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(info.name)
+    except OSError as error:
+        raise SystemFailure.from_os(error, info.shard, "open") from None
+    return tensor
+
+
+def load_slice(checkpoint: Checkpoint, name: str, *at: slice) -> Tensor:
+    """`load_tensor(checkpoint, name)[at]`, reading no more than that; errors are the same."""
+    info = checkpoint.tensors[name]
+    if info.dtype in _OPAQUE:
+        return load_tensor(checkpoint, name)[at]
+    try:
+        with safe_open(checkpoint.files.root / info.shard, framework="pt") as file:
+            tensor: Tensor = file.get_slice(info.name)[at]
     except OSError as error:
         raise SystemFailure.from_os(error, info.shard, "open") from None
     return tensor
