@@ -172,7 +172,8 @@ def _column_parallel(
     if isinstance(weight, NotRun):
         return not_run(check, weight.reason)
     cuts = _cuts(layer, parts)
-    shares = tuple((module.split(".", 2)[-1], weights[i].narrow(0, *cuts[i])) for i, module in linear.parts)
+    below = f"layers.{linear.layer}."
+    shares = tuple((module.partition(below)[2], weights[i].narrow(0, *cuts[i])) for i, module in linear.parts)
     biases = None
     if "bias" in held:
         biases = tuple(parts[i]["bias"].narrow(0, *cuts[i]).to(weight.dtype) for i, _ in linear.parts)

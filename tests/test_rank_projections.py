@@ -26,7 +26,7 @@ from fusecheck.numeric import Projection, numeric
 from fusecheck.operations.verify import VerifyReport
 from fusecheck.render.verify import verify_table
 from fusecheck.row_parallel import Piece, numeric_sum, probe_ranks
-from fusecheck.verdicts import ProjectionCheck, Verdict, fold
+from fusecheck.verdicts import Place, ProjectionCheck, Verdict, fold
 
 CPU = torch.device("cpu")
 TARGET = "vllm-sharded"
@@ -287,9 +287,9 @@ def test_a_failure_names_its_rank(tmp_path: Path) -> None:
     check = by_name(verify(out))[O_PROJ, (0, 1)]
     assert check.built_reason.startswith("rank 1, weight: ")
     assert check.probe.reason.startswith("rank 1: ")
-    place = check.probe.first_difference
-    assert place is not None
-    assert (place.row, place.part, place.column) == (0, "rank 1", 16 + 5)
+    assert check.probe.first_difference == Place(0, "rank 1", 16 + 5)
+    both(swap(QKV, slice(19, 20)))(out)
+    assert by_name(verify(out))[QKV, (0,)].probe.first_difference == Place(19, "self_attn.k_proj", 0)
 
 
 def test_a_bias_in_another_order_is_found(tmp_path: Path) -> None:
@@ -298,6 +298,23 @@ def test_a_bias_in_another_order_is_found(tmp_path: Path) -> None:
     out = cut(tmp_path, 2)
     both(edit(name, lambda b: b.flip(0)))(out)
     assert verdicts(by_name(verify(out))[QKV, (1,)]) == ("fail", "pass", "fail")
+
+
+def test_the_bias_of_a_row_parallel_linear_is_added_once(tmp_path: Path) -> None:
+    """It is whole on every rank; the weight_loader tells that one is wrong, the sum only where it is rank 0's."""
+    made = checkpoint("plain", "llama", layers=1)
+    made.config["attention_bias"] = True
+    for part, rows in (("q", 64), ("k", 32), ("v", 32), ("o", 64)):
+        bias = torch.randn(rows, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        made.tensors[f"{LAYER}self_attn.{part}_proj.bias"] = ("BF16", (rows,), bias.view(torch.uint8).numpy().tobytes())
+    made.write(tmp_path / "in")
+    fuse(tmp_path / "in", tmp_path / "out", target=TARGET, tp=2)
+    assert verify(tmp_path / "out").proved == ("exact", "probe", "numeric")
+    name = O_PROJ.replace("weight", "bias")
+    both(edit(name, torch.zeros_like))(tmp_path / "out")
+    assert verdicts(by_name(verify(tmp_path / "out"))[O_PROJ, (0, 1)]) == ("fail", "pass", "pass")
+    both(swap(name))(tmp_path / "out")
+    assert verdicts(by_name(verify(tmp_path / "out"))[O_PROJ, (0, 1)]) == ("fail", "pass", "fail")
 
 
 def test_a_key_head_of_another_rank_is_found(tmp_path: Path) -> None:
