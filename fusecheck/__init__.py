@@ -4,21 +4,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["bench", "fuse", "inspect", "load_model", "packed_modules_mapping", "unfuse", "verify"]
+__all__ = [
+    "bench",
+    "finalize",
+    "fuse",
+    "inspect",
+    "load_model",
+    "make_plan",
+    "packed_modules_mapping",
+    "run_part",
+    "unfuse",
+    "verify",
+]
 
 if TYPE_CHECKING:
     from fusecheck.engines.nano_vllm import load_model
     from fusecheck.mapping import packed_modules_mapping
     from fusecheck.operations.bench import bench
+    from fusecheck.operations.finalize import finalize
     from fusecheck.operations.fuse import fuse
     from fusecheck.operations.inspect import inspect
+    from fusecheck.operations.plan import make_plan
+    from fusecheck.operations.run import run_part
     from fusecheck.operations.unfuse import unfuse
     from fusecheck.operations.verify import verify
 else:
     _PLACES = {
         "load_model": "fusecheck.engines.nano_vllm",
         "packed_modules_mapping": "fusecheck.mapping",
-        **{verb: f"fusecheck.operations.{verb}" for verb in ("bench", "fuse", "inspect", "unfuse", "verify")},
+        **{
+            verb: f"fusecheck.operations.{verb}"
+            for verb in ("bench", "finalize", "fuse", "inspect", "unfuse", "verify")
+        },
+        "make_plan": "fusecheck.operations.plan",  # `fusecheck.plan` is the module that plans one output
+        "run_part": "fusecheck.operations.run",
     }
 
     def __getattr__(name: str) -> object:

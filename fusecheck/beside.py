@@ -14,7 +14,7 @@ from fusecheck.header import TensorInfo, strict_json
 from fusecheck.mapping import OWN_KEY
 from fusecheck.quantisation import MODULES
 from fusecheck.shards import INDEX
-from fusecheck.sidefiles import ADAPTER, CHECKSUMS, MANIFEST, WEIGHTS
+from fusecheck.sidefiles import ADAPTER, CHECKSUMS, MANIFEST, OWN, WEIGHTS
 
 """Key of `__metadata__` that declares layout and version."""
 
@@ -96,7 +96,7 @@ def notes(out: Checkpoint, known: set[str], *, ours: bool) -> list[str]:
         found.append(f"{INDEX} stands beside the one weight file, and the manifest does not speak of it")
     extra = [side.path for side in out.side_files if side.path not in known]
     extra += [
-        i.path for i in out.left_out if i.reason not in {WEIGHTS, ADAPTER} and i.path not in {MANIFEST, CHECKSUMS}
+        i.path for i in out.left_out if i.reason not in {WEIGHTS, ADAPTER} and i.path not in {MANIFEST, CHECKSUMS, OWN}
     ]
     if extra:
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fusecheck import digest
-from fusecheck.checkpoint import Checkpoint, open_checkpoint, open_folder
+from fusecheck.case_store import files_at, manifest_at, open_url
+from fusecheck.checkpoint import Checkpoint, open_folder
 from fusecheck.config import ModelConfig
 from fusecheck.errors import CheckpointError, FusecheckError, UsageError
 from fusecheck.exact import Finding, Slice
@@ -17,14 +18,18 @@ from fusecheck.manifest import Manifest, read_manifest
 from fusecheck.model import Model, survey
 from fusecheck.sidefiles import MANIFEST
 from fusecheck.source import is_recorded, recorded_folder, recorded_place
+from fusecheck.stores import is_remote
 
 
 @dataclass(slots=True)
 class Case:
     """What is judged, what it is held to, and what the checks gather on the way to a report."""
 
-    folder: Path
+    place: str
+    """OUT as it was given: a folder, or a URL."""
     manifest: Manifest | None = None
+    described: bool = False
+    """There is a manifest, though perhaps one that cannot be read."""
     out: Checkpoint | None = None
     config: ModelConfig | None = None
     model: Model | None = None
@@ -36,6 +41,11 @@ class Case:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def folder(self) -> Path:
+        """OUT, where it is a folder."""
+        return Path(self.place)
+
     def blame(self, error: CheckpointError) -> None:
         """What is malformed in OUT is a finding, since OUT is what is judged."""
         facts = [f"found {error.found}"] if error.found is not None else []
@@ -46,17 +56,10 @@ class Case:
 
 def read_out(case: Case, stack: ExitStack) -> None:
     """OUT as a server would read it."""
-    if not os.path.isdir(case.folder):  # noqa: PTH112 - Path.is_dir raises where the parent is not searchable
-        raise UsageError("OUT is no folder", file=str(case.folder))
-    try:
-        case.manifest = read_manifest(case.folder)
-    except CheckpointError as error:
-        case.blame(error)
-    try:
-        case.out = stack.enter_context(open_folder(case.folder, follow_links=True, ranked=True))
-        case.config = case.out.config
-    except CheckpointError as error:
-        case.blame(error)
+    if is_remote(case.place):
+        _read_stored(case, stack)
+    else:
+        _read_folder(case, stack)
     if case.out is None or case.config is None or case.out.ranked:
         return
     try:
@@ -65,20 +68,48 @@ def read_out(case: Case, stack: ExitStack) -> None:
         case.blame(error)
 
 
+def _read_stored(case: Case, stack: ExitStack) -> None:
+    files = files_at(case.place)
+    stack.callback(files.close)
+    case.described, case.manifest, problem = manifest_at(files)
+    if problem is not None:
+        case.blame(problem)
+    try:
+        case.out = stack.enter_context(open_url(case.place))
+        case.config = case.out.config
+    except CheckpointError as error:
+        case.blame(error)
+
+
+def _read_folder(case: Case, stack: ExitStack) -> None:
+    if not os.path.isdir(case.folder):  # noqa: PTH112 - Path.is_dir raises where the parent is not searchable
+        raise UsageError("OUT is no folder", file=str(case.folder))
+    try:
+        case.described = os.path.lexists(case.folder / MANIFEST)
+        case.manifest = read_manifest(case.folder)
+    except CheckpointError as error:
+        case.blame(error)
+    try:
+        case.out = stack.enter_context(open_folder(case.folder, follow_links=True, ranked=True))
+        case.config = case.out.config
+    except CheckpointError as error:
+        case.blame(error)
+
+
 def open_source(case: Case, named: str | None, stack: ExitStack) -> None:
     """The source that was named, else the one that the manifest records if it is still that one, else none."""
     manifest = case.manifest
-    if named is None and not os.path.lexists(case.folder / MANIFEST):
+    if named is None and not case.described:
         raise UsageError(
             f"there is neither a manifest ({MANIFEST}) nor a source to compare with",
-            file=str(case.folder),
+            file=case.place,
             remedy="pass --source",
         )
     if named is not None:
-        folder = resolve(named).folder
-        if os.path.realpath(folder) == os.path.realpath(case.folder):
+        place = named if is_remote(named) else str(resolve(named).folder)
+        if _same_place(place, case.place):
             case.findings.append(Finding("the source that was named is OUT itself, which proves nothing", named))
-        case.source = stack.enter_context(_complete(folder))
+        case.source = stack.enter_context(_complete(place))
     elif manifest is not None:
         case.source = _recorded(case, manifest, stack)
     if case.source is None or manifest is None or not digest.available():
@@ -92,9 +123,15 @@ def open_source(case: Case, named: str | None, stack: ExitStack) -> None:
         case.warnings.append("what is at the recorded place is not the recorded source; digests alone are checked")
 
 
-def _complete(folder: Path) -> Checkpoint:
+def _same_place(one: str, other: str) -> bool:
+    if is_remote(one) or is_remote(other):
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _complete(place: str) -> Checkpoint:
     """A source that `fuse` would take too. CheckpointError where it is none."""
-    opened = open_checkpoint(folder, follow_links=True)
+    opened = open_url(place) if is_remote(place) else open_folder(Path(place), follow_links=True)
     try:
         survey(opened.tensors, opened.config, opened.peek, keep_split=True)
     except BaseException:
@@ -105,13 +142,14 @@ def _complete(folder: Path) -> Checkpoint:
 
 def _recorded(case: Case, manifest: Manifest, stack: ExitStack) -> Checkpoint | None:
     """What is at the place that the manifest records; digests alone are checked, with a warning, where that is nothing."""
-    folder = recorded_folder(case.folder, manifest)
+    folder = recorded_folder(None if is_remote(case.place) else case.folder, manifest)
     if folder is None:
-        where = recorded_place(manifest)
-        case.warnings.append(f"the source {where} is not there; OUT is checked against its manifest's digests alone")
+        where, url = recorded_place(manifest), manifest.provenance.url
+        what = "is read only where --source names it" if url is not None else "is not there"
+        case.warnings.append(f"the source {where} {what}; OUT is checked against its manifest's digests alone")
         return None
     try:
-        return stack.enter_context(_complete(folder))
+        return stack.enter_context(_complete(str(folder)))
     except FusecheckError as error:
         case.warnings.append(f"the recorded source cannot be read ({error}); digests alone are checked")
         return None

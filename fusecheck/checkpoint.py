@@ -1,4 +1,4 @@
-"""A folder -> values: config, index, headers, side files, and all checks between them.
+"""A folder or a store -> values: config, index, headers, side files, and all checks between them.
 
 Nothing here follows a name out of the folder that the name did not plainly give, unpickles, imports or maps memory.
 """
@@ -13,12 +13,16 @@ from types import TracebackType
 from typing import Self
 
 from fusecheck import digest
+from fusecheck.collector import collector_paused
 from fusecheck.config import CONFIG, HF_QUANT_CONFIG, ModelConfig, parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UnsupportedCheckpoint, UsageError
 from fusecheck.files import MAX_JSON_BYTES, Files
 from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES, Header, TensorInfo, parse_header
+from fusecheck.listing import CheckpointFiles
+from fusecheck.reader import Source
 from fusecheck.shards import INDEX, check_covered, choose_rank_files, choose_shards, merge_tensors, read_index
-from fusecheck.sidefiles import ADAPTER_FILES, LeftOut, SideFile, survey_side_files
+from fusecheck.sidefiles import ADAPTER_FILES, LeftOut, SideFile
+from fusecheck.stored import StoredFiles
 
 MAX_PEEK_BYTES = 64 * 1024 * 1024
 """Largest tensor (g_idx) of which one copy may have to serve several parts."""
@@ -44,11 +48,37 @@ class Shard:
     metadata: Mapping[str, str] | None
 
 
+class Windows:
+    """Small reads, served from the last few stretches that were read: scalars of one file stand side by side."""
+
+    BYTES = 1 << 16
+    KEPT = 16
+
+    def __init__(self, files: CheckpointFiles, sizes: Mapping[str, int]) -> None:
+        self._files, self._sizes = files, sizes
+        self._kept: dict[str, tuple[int, bytes]] = {}
+
+    def read(self, shard: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of one weight file."""
+        begin, kept = self._kept.get(shard, (0, b""))
+        if begin <= start and stop <= begin + len(kept):
+            return kept[start - begin : stop - begin]
+        data = bytearray(min(max(self.BYTES, stop - start), self._sizes[shard] - start))
+        self._files.read_into(shard, start, memoryview(data))
+        kept = bytes(data)
+        if len(kept) <= self.BYTES:
+            self._kept.pop(shard, None)
+            self._kept[shard] = start, kept
+            if len(self._kept) > self.KEPT:
+                del self._kept[next(iter(self._kept))]
+        return kept[: stop - start]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that was read and agrees with itself. `files` stays open until it is closed."""
+    """A checkpoint that was read and agrees with itself. `files` stays open until it is closed."""
 
-    files: Files
+    files: CheckpointFiles
     shards: tuple[Shard, ...]
     """In natural order of their names."""
     tensors: Mapping[str, TensorInfo]
@@ -73,15 +103,24 @@ class Checkpoint:
         found = any(side.path == HF_QUANT_CONFIG for side in self.side_files)
         return self.files.read(HF_QUANT_CONFIG, MAX_JSON_BYTES) if found else None
 
+    @property
+    def folder(self) -> Path:
+        """Where the files lie. UsageError where that is no folder."""
+        if self.files.root is None:
+            raise UsageError("lies in a store, and this needs a folder", file=self.files.place)
+        return self.files.root
+
     def peek(self, tensor: TensorInfo) -> bytes:
         """All bytes of a small tensor. UnsupportedCheckpoint where it is none."""
         if tensor.nbytes > MAX_PEEK_BYTES:
             raise UnsupportedCheckpoint(
                 "is too large to be compared before fusing", file=tensor.shard, tensor=tensor.name, found=tensor.form
             )
-        data = bytearray(tensor.nbytes)
-        self.files.read_into(tensor.shard, tensor.start, memoryview(data))
-        return bytes(data)
+        return self._windows.read(tensor.shard, tensor.start, tensor.stop)
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self.files, {shard.name: shard.size for shard in self.shards})
 
     def __enter__(self) -> Self:
         return self
@@ -120,34 +159,55 @@ def open_folder(
     files = Files(folder)
     rank_files = choose_rank_files(names) if ranked else []
     try:
-        return _read(files, names, rank_files, follow_links=follow_links, max_header_bytes=max_header_bytes)
+        with collector_paused():
+            return _read(files, names, rank_files, follow_links=follow_links, max_header_bytes=max_header_bytes)
+    except BaseException:
+        files.close()
+        raise
+
+
+def open_stored(
+    source: Source, place: str, *, max_header_bytes: int = MAX_HEADER_BYTES, ranked: bool = False
+) -> Checkpoint:
+    """`open_folder` for files in a store: the same checks, but those of links and special files. Closes the source."""
+    files = StoredFiles(source, place)
+    try:
+        names = files.names()
+        rank_files = choose_rank_files(names) if ranked else []
+        with collector_paused():
+            return _read(files, names, rank_files, follow_links=False, max_header_bytes=max_header_bytes)
     except BaseException:
         files.close()
         raise
 
 
 def _read(
-    files: Files, names: frozenset[str], rank_files: list[str], *, follow_links: bool, max_header_bytes: int
+    files: CheckpointFiles, names: frozenset[str], rank_files: list[str], *, follow_links: bool, max_header_bytes: int
 ) -> Checkpoint:
     warnings: list[str] = []
     index = read_index(files) if INDEX in names else None
-    chosen = rank_files or choose_shards(files.root, names, index.weight_map if index else None, warnings)
+    listed = index.weight_map if index else None
+    metadata = index.metadata if index else None
+    del index  # its names are as large as those of the headers; of `listed` nothing is left in the end
+    chosen = rank_files or choose_shards(files, names, listed, warnings)
     if CONFIG not in names:
         raise CheckpointError("is missing; no engine can serve the weights without it", file=CONFIG)
     files.add(CONFIG)
     config_text = files.read(CONFIG, MAX_JSON_BYTES)
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
+    files.expect_heads(chosen)
     for name in chosen:
         shard, header = read_shard(files, name, max_header_bytes)
         shards.append(shard)
         if rank_files:
             tensors |= {f"{name}/{tensor.name}": tensor for tensor in header.tensors}
         else:
-            merge_tensors(tensors, header.tensors, index)
-    if index:
-        check_covered(index, tensors)
-    side_files, left_out = survey_side_files(files.root, frozenset((*chosen, CONFIG, INDEX)), follow_links=follow_links)
+            merge_tensors(tensors, header.tensors, listed)
+    files.expect_heads(())
+    if listed:
+        check_covered(listed)
+    side_files, left_out = files.side_files(frozenset((*chosen, CONFIG, INDEX)), follow_links=follow_links)
     for side_file in side_files:
         files.add(side_file.path)
     if any(item.path in ADAPTER_FILES for item in left_out):
@@ -158,7 +218,7 @@ def _read(
         files=files,
         shards=tuple(shards),
         tensors=tensors,
-        index_metadata=index.metadata if index else None,
+        index_metadata=metadata,
         config_text=config_text,
         side_files=side_files,
         left_out=left_out,
@@ -176,7 +236,7 @@ def _list(folder: Path) -> frozenset[str]:
         raise SystemFailure.from_os(error, str(folder), "list") from None
 
 
-def read_shard(files: Files, name: str, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[Shard, Header]:
+def read_shard(files: CheckpointFiles, name: str, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[Shard, Header]:
     """Add one weight file to `files` and check its header against its size. CheckpointError names file and tensor."""
     size = files.add(name).size
     prefix = bytearray(min(8, size))
@@ -213,7 +273,7 @@ def _check_length(name: str, size: int, length: int, limit: int) -> None:
         )
 
 
-def _explain(files: Files, name: str, size: int, error: FusecheckError) -> FusecheckError:
+def _explain(files: CheckpointFiles, name: str, size: int, error: FusecheckError) -> FusecheckError:
     """Say what a file really is. Only where no JSON object follows the length: `80 02` is also a legal header length."""
     head = bytearray(min(64, size))
     files.read_into(name, 0, memoryview(head))

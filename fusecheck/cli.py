@@ -1,29 +1,50 @@
-"""Arguments -> operation -> render; error -> exit code. The only file that knows typer. Heavy imports inside the verbs."""
+"""Arguments -> operation -> render; error -> exit code. Only cli*.py know typer. Heavy imports inside the verbs."""
 
 from __future__ import annotations
 
 import atexit
 import errno
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from fusecheck import __version__
+from fusecheck.cli_jobs import jobs
+from fusecheck.cli_options import (
+    EPILOG,
+    AllowUnconditional,
+    Checksums,
+    Device,
+    DropTiedLmHead,
+    DryRun,
+    Experts,
+    ExpertsForm,
+    FollowLinks,
+    Force,
+    Json,
+    KeepSplit,
+    MaxHeaderSize,
+    MaxShardSize,
+    NoProgress,
+    Quiet,
+    RankList,
+    ReportFile,
+    Revision,
+    Seed,
+    TargetLayout,
+    TensorParallel,
+    Threads,
+    Verbose,
+    size_in_bytes,
+)
 from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, UsageError
 from fusecheck.render import Screen, discard, error_fields, prepare_streams, to_json
 from fusecheck.signals import ignore_signals, signals_as_exceptions
-
-EPILOG = (
-    "Exit codes: 0 done or equal; 1 checked and not equal; 2 usage; 3 the checkpoint is malformed or unsupported, do not "
-    "retry; 4 the environment failed, a retry may help; 70 a bug; 129, 130, 143 signals."
-)
 
 app = typer.Typer(
     name="fusecheck",
@@ -33,43 +54,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors and the verdict.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: what was left out, and why.")]
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar or lines.")]
-
-Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
-Seed = Annotated[
-    int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the random hidden states.")
-]
-ReportFile = Annotated[
-    str | None, typer.Option("--report", metavar="FILE.html", help="Write the whole report there, as one HTML page.")
-]
-
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is in OUT, in one step, once all is written.")]
-Revision = Annotated[str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")]
-Threads = Annotated[int, typer.Option("--threads", metavar="N", min=1, max=64, help="Threads that copy.")]
-
-FollowLinks = Annotated[bool, typer.Option("--follow-links", help="Follow side-file links out of the folder.")]
-MaxHeaderSize = Annotated[str, typer.Option("--max-header-size", metavar="SIZE", help="Largest header that is read.")]
-
-
-class Experts(Enum):
-    """Forms of a mixture of experts."""
-
-    PER_EXPERT = "per-expert"
-    STACKED = "stacked"
-    SPLIT = "split"
-
-
-def _bytes(size: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,15})([KMG]?)(i?)B?", size.strip(), re.IGNORECASE | re.ASCII)
-    if match is None:
-        raise UsageError("no size in bytes", found=size, wanted="a number with or without KB, MiB and the like")
-    power = " KMG".index(match[2].upper() or " ")
-    return int(match[1]) * int((1024 if match[3] else 1000) ** power)
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it so
@@ -90,47 +74,24 @@ def _main(
 
 @app.command(epilog=EPILOG)
 def fuse(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder, or a hub id owner/name.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: folder, hub id owner/name, or URL.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make, or a bucket's URL.")],
     *,
     dry_run: DryRun = False,
     force: Force = False,
     revision: Revision = None,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option("--max-shard-size", metavar="SIZE", help="Regroup into shards of at most this, such as 5GB."),
-    ] = None,
-    checksums: Annotated[bool, typer.Option("--checksums", help="Write SHA256SUMS for `sha256sum -c`.")] = False,
-    drop_tied_lm_head: Annotated[
-        bool, typer.Option("--drop-tied-lm-head", help="Drop lm_head if tied and proven equal to embed_tokens.")
-    ] = False,
-    keep_split: Annotated[
-        bool,
-        typer.Option("--keep-split", help="Leave groups without a lossless fused form split, instead of refusing."),
-    ] = False,
-    experts: Annotated[
-        Experts,
-        typer.Option(
-            "--experts",
-            metavar="FORM",
-            help="per-expert: a gate_up_proj for each; stacked: two 3-D tensors; split: untouched.",
-        ),
-    ] = Experts.PER_EXPERT,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--target", metavar="LAYOUT", help="vllm-sharded: a file for each rank, for --load-format sharded_state."
-        ),
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option("--tp", metavar="T", help="Ranks (tensor parallel size) of --target.")
-    ] = None,
-    ranks: Annotated[
-        str | None, typer.Option("--ranks", metavar="LIST", help="Write these ranks alone, such as 0,1.")
-    ] = None,
+    max_shard_size: MaxShardSize = None,
+    checksums: Checksums = False,
+    drop_tied_lm_head: DropTiedLmHead = False,
+    keep_split: KeepSplit = False,
+    experts: ExpertsForm = Experts.PER_EXPERT,
+    target: TargetLayout = None,
+    tp: TensorParallel = None,
+    ranks: RankList = None,
     follow_links: FollowLinks = False,
     max_header_size: MaxHeaderSize = "16MiB",
     threads: Threads = 2,
+    allow_unconditional: AllowUnconditional = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -140,6 +101,9 @@ def fuse(
 
     q_proj, k_proj, v_proj become qkv_proj; gate_proj, up_proj become gate_up_proj. No value changes. OUT appears complete
     or not at all. (mlx-lm's `fuse` merges LoRA adapters; this one does not.)
+
+    hf://owner/name[@revision], s3://, gs:// and az:// are read by range, in one pass, with nothing stored; a bucket as OUT
+    has to be fresh, and counts once its fusecheck.json is there, which is written last.
     """
     from fusecheck.operations.fuse import fuse as operation  # noqa: PLC0415
 
@@ -160,8 +124,9 @@ def fuse(
             tp=tp,
             ranks=ranks,
             follow_links=follow_links,
-            max_header_bytes=_bytes(max_header_size),
+            max_header_bytes=size_in_bytes(max_header_size),
             threads=threads,
+            allow_unconditional=allow_unconditional,
             on_progress=phase("fusing"),
             on_download=phase("downloading"),
         )
@@ -199,7 +164,7 @@ def unfuse(
             dry_run=dry_run,
             force=force,
             follow_links=follow_links,
-            max_header_bytes=_bytes(max_header_size),
+            max_header_bytes=size_in_bytes(max_header_size),
             threads=threads,
             on_progress=phase("unfusing"),
             on_download=phase("downloading"),
@@ -209,7 +174,7 @@ def unfuse(
 
 @app.command(epilog=EPILOG)
 def verify(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint folder.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint: a folder, or a URL.")],
     *,
     source: Annotated[
         str | None,
@@ -223,6 +188,9 @@ def verify(
     ] = None,
     all_experts: Annotated[
         bool, typer.Option("--all-experts", help="Probe and numeric of every expert, not of four a layer.")
+    ] = False,
+    check_source: Annotated[
+        bool, typer.Option("--check-source", help="Hash SRC's whole files too, where the hub names their SHA-256.")
     ] = False,
     device: Device = "auto",
     seed: Seed = 0,
@@ -247,6 +215,8 @@ def verify(
             device=device,
             seed=seed,
             all_experts=all_experts,
+            check_source=check_source,
+            on_source=phase("hashing the source") if check_source else None,
             on_progress=phase("verifying"),
         )
     if not as_json:
@@ -312,7 +282,7 @@ def _write_report(path: str, page: str, *, failed: bool = False) -> None:
 
 @app.command(epilog=EPILOG)
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, split or fused.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, split or fused: a folder, hub id or URL.")],
     *,
     follow_links: FollowLinks = False,
     max_header_size: MaxHeaderSize = "16MiB",
@@ -328,11 +298,14 @@ def inspect(
     from fusecheck.operations.inspect import inspect as operation  # noqa: PLC0415
 
     screen = Screen(quiet=quiet, verbose=verbose)
-    report = operation(path, follow_links=follow_links, max_header_bytes=_bytes(max_header_size))
+    report = operation(path, follow_links=follow_links, max_header_bytes=size_in_bytes(max_header_size))
     if as_json:
         screen.result(to_json(report.verdict, report))
     else:
         screen.inspect(report)
+
+
+app.registered_commands += jobs.registered_commands
 
 
 def main() -> NoReturn:

@@ -40,6 +40,38 @@ def compare_all(
     return [finding for findings in found for finding in findings]
 
 
+def out_reads(slices: Sequence[Slice]) -> Iterator[tuple[str, int, int]]:
+    """(file, offset, size) of all that `compare_all` reads of OUT."""
+    return (read for part in slices for read in _reads(part, part.out.shard, part.start, part.stride))
+
+
+def source_reads(slices: Sequence[Slice]) -> Iterator[tuple[str, int, int]]:
+    """And of the source."""
+    for part in slices:
+        tensor = part.source
+        if tensor is not None and part.wanted is None:
+            yield from _reads(part, tensor.shard, tensor.start + part.source_start, _stride_there(part))
+
+
+def _reads(part: Slice, shard: str, start: int, stride: int) -> Iterator[tuple[str, int, int]]:
+    if part.rows == 1 or stride == part.row_bytes:
+        yield shard, start, part.nbytes
+        return
+    for row, count in _batches(part):
+        yield shard, start + row * stride, (count - 1) * stride + part.row_bytes
+
+
+def _stride_there(part: Slice) -> int:
+    return part.row_bytes if part.source_stride is None else part.source_stride
+
+
+def _batches(part: Slice) -> Iterator[tuple[int, int]]:
+    """(first run, runs) of each block."""
+    batch = max(1, BLOCK_BYTES // max(1, part.stride, part.source_stride or 0))
+    for row in range(0, part.rows, batch):
+        yield row, min(batch, part.rows - row)
+
+
 def _compare(part: Slice, out: Reader, source: Reader | None, on_bytes: Callable[[int], None]) -> list[Finding]:
     state = digest.hasher() if part.digest is not None else None
     findings: list[Finding] = []
@@ -67,8 +99,7 @@ def _compare(part: Slice, out: Reader, source: Reader | None, on_bytes: Callable
 
 def _original(part: Slice, tensor: TensorInfo, source: Reader) -> Iterator[bytearray]:
     """The bytes that a slice has to equal, in blocks of the same sizes."""
-    stride = part.row_bytes if part.source_stride is None else part.source_stride
-    return _blocks(source, tensor.shard, tensor.start + part.source_start, part, stride)
+    return _blocks(source, tensor.shard, tensor.start + part.source_start, part, _stride_there(part))
 
 
 def _blocks(reader: Reader, shard: str, start: int, part: Slice, stride: int) -> Iterator[bytearray]:
@@ -79,9 +110,7 @@ def _blocks(reader: Reader, shard: str, start: int, part: Slice, stride: int) ->
             _fill(block, min(BLOCK_BYTES, part.row_bytes - at), reader, shard, start + at)
             yield block
         return
-    batch = max(1, BLOCK_BYTES // max(1, part.stride, part.source_stride or 0))
-    for row in range(0, part.rows, batch):
-        count = min(batch, part.rows - row)
+    for row, count in _batches(part):
         length = (count - 1) * stride + part.row_bytes
         _fill(block, length, reader, shard, start + row * stride)
         if stride == part.row_bytes:

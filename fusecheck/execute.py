@@ -8,24 +8,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, groupby, zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
-from struct import Struct
 
-from fusecheck.digest import Hasher, digest_of, hasher
+from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.gather import ReusedBuffers, pieces
 from fusecheck.plan import Block, Constant, PlannedFile, Strip, strip_bytes
 from fusecheck.reader import Reader
-
-BLOCK_BYTES = 1 << 20
-"""One buffer; it stays in the cache between read, hash and write, which larger ones do not."""
+from fusecheck.shards import lane_name
 
 WRITEBACK_BYTES = 8 << 20
 """How much is written before the disk is told to begin; smaller files are not preallocated either."""
-
-MAX_ROWS = 4096
-"""Rows that are taken apart at once, where they do not follow one another."""
 
 OnBytes = Callable[[int], None]
 """Progress: bytes written since the last call. Called from worker threads, one at a time."""
@@ -85,12 +79,12 @@ class _Run:
 
     def _queue(self) -> Iterator[tuple[int, int, Strip, int]]:
         """(file, slot, strip, offset in the file); the head of a file is its first strip."""
-        for _, lane in groupby(enumerate(self._files), key=lambda item: item[1].lane or item[0]):
+        for _, lane in groupby(enumerate(self._files), key=lambda item: lane_name(item[1].path)):
             yield from _in_turn([_slots(number, file) for number, file in lane])
 
     def work(self) -> None:
         """Take jobs until there are none left or the run stops."""
-        buffers = _Buffers()
+        buffers = ReusedBuffers()
         try:
             while not self.stop.is_set():
                 with self._lock:
@@ -103,7 +97,7 @@ class _Run:
                 self.failure = self.failure or error
             self.stop.set()
 
-    def _do(self, job: tuple[int, int, Strip, int], buffers: _Buffers) -> None:
+    def _do(self, job: tuple[int, int, Strip, int], buffers: ReusedBuffers) -> None:
         number, slot, strip, at = job
         descriptor = self._descriptor(number)
         try:
@@ -117,46 +111,17 @@ class _Run:
         except OSError as error:
             raise SystemFailure.from_os(error, self._files[number].path, "write") from None
 
-    def _copy(self, blocks: tuple[Block, ...], descriptor: int, at: int, buffers: _Buffers) -> tuple[str, ...]:
-        """Some rows at a time: read each block's, put them side by side, write. Reads are batched, whatever the stride."""
+    def _copy(self, blocks: tuple[Block, ...], descriptor: int, at: int, buffers: ReusedBuffers) -> tuple[str, ...]:
+        """One strip, piece by piece."""
         states = [hasher() for _ in blocks]
-        width = sum(block.row_bytes for block in blocks)
-        plain = len(blocks) == 1 and blocks[0].stride == width
-        batch = max(1, BLOCK_BYTES // max(width, *(block.stride for block in blocks)))
-        batch = batch if plain else min(batch, MAX_ROWS)
-        for row in range(0, blocks[0].rows, batch):
+        for piece in pieces(blocks, self._reader, buffers, states):
+            _write(descriptor, piece, at)
+            _begin_writeback(descriptor, at, len(piece))
+            at += len(piece)
+            self._tell(len(piece))
             if self.stop.is_set():
                 break
-            count = min(batch, blocks[0].rows - row)
-            if plain:
-                out = self._span(blocks[0], row, count, buffers)
-                states[0].update(out)
-            else:
-                out = self._gather(blocks, row, count, states, buffers)
-            _write(descriptor, out, at + row * width)
-            _begin_writeback(descriptor, at + row * width, len(out))
-            self._tell(len(out))
         return tuple(state.hexdigest() for state in states)
-
-    def _gather(
-        self, blocks: tuple[Block, ...], row: int, count: int, states: list[Hasher], buffers: _Buffers
-    ) -> memoryview:
-        """`count` rows of every block, side by side; digest each block's."""
-        columns = []
-        for block, state in zip(blocks, states, strict=True):
-            span = self._span(block, row, count, buffers)
-            columns.append(_rows(block.row_bytes, block.stride - block.row_bytes, count).unpack(span))
-            joined = span if block.stride == block.row_bytes else memoryview(b"".join(columns[-1]))
-            state.update(joined)
-        if len(blocks) == 1:
-            return joined
-        return memoryview(b"".join(chain.from_iterable(zip(*columns, strict=True))))
-
-    def _span(self, block: Block, row: int, count: int, buffers: _Buffers) -> memoryview:
-        """Read `count` rows of a block and what lies between them."""
-        span = buffers.span((count - 1) * block.stride + block.row_bytes)
-        self._reader.read_into(block.file, block.offset + row * block.stride, span)
-        return span
 
     def _descriptor(self, number: int) -> int:
         with self._lock:
@@ -194,19 +159,6 @@ class _Run:
         return tuple(Written(head[0], tuple(strips)) for head, *strips in self._digests)
 
 
-class _Buffers:
-    """The buffer of one worker; it grows for a row that is longer than a block, and is used again."""
-
-    def __init__(self) -> None:
-        self._span = bytearray()
-
-    def span(self, size: int) -> memoryview:
-        """Where rows are read to."""
-        if len(self._span) < size:
-            self._span = bytearray(max(size, BLOCK_BYTES))
-        return memoryview(self._span)[:size]
-
-
 def _slots(number: int, file: PlannedFile) -> Iterator[tuple[int, int, Strip, int]]:
     at = 0
     for slot, strip in enumerate((Constant(file.head), *file.strips)):
@@ -216,12 +168,6 @@ def _slots(number: int, file: PlannedFile) -> Iterator[tuple[int, int, Strip, in
 
 def _in_turn(files: list[Iterator[tuple[int, int, Strip, int]]]) -> Iterator[tuple[int, int, Strip, int]]:
     return (job for slot in zip_longest(*files) for job in slot if job is not None)
-
-
-@lru_cache(maxsize=8)
-def _rows(size: int, gap: int, count: int) -> Struct:
-    """Takes rows apart in one call: a slice for each would cost more than its bytes."""
-    return Struct(f"{size}s{gap}x" * (count - 1) + f"{size}s")
 
 
 def _preallocate(descriptor: int, size: int) -> None:

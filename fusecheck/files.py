@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Self
 from fusecheck import digest
 from fusecheck.errors import CheckpointError, SystemFailure
 from fusecheck.reader import Reader
+from fusecheck.sidefiles import LeftOut, SideFile, survey_side_files
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """Largest index or config that is read."""
@@ -57,6 +59,24 @@ class Files:
         """Close every descriptor."""
         while self._open:
             os.close(self._open.popitem()[1])
+
+    @property
+    def place(self) -> str:
+        """The folder, for people."""
+        return str(self.root)
+
+    def is_folder(self, name: str) -> bool:
+        """Whether an entry is a folder, or a link to one."""
+        return stat.S_ISDIR(mode_of(self.root / name))
+
+    def expect_heads(self, names: Sequence[str]) -> None:
+        """A disk needs no warning."""
+
+    def side_files(
+        self, taken: frozenset[str], *, follow_links: bool
+    ) -> tuple[tuple[SideFile, ...], tuple[LeftOut, ...]]:
+        """Everything beside the files that are `taken`: what goes along, and what is left out."""
+        return survey_side_files(self.root, taken, follow_links=follow_links)
 
     def add(self, name: str) -> Identity:
         """Open `name` and remember what it is. CheckpointError unless it is a regular file."""

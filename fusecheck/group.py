@@ -6,8 +6,10 @@ Engines check none of this: parts that do not fit join into a tensor of a plausi
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from fusecheck.axes import Packing32, solve
 from fusecheck.errors import CheckpointError, NoFusedForm
@@ -18,24 +20,24 @@ from fusecheck.mapping import SHARED_EXPERT, Packing, ShardRows
 from fusecheck.slot import Linear, Slot, check_bias, check_present, check_required, is_ignored, method_of
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One split tensor of a group, and what it fills of the fused tensor along the joined axis (in that axis's units)."""
 
     tensor: TensorInfo
     rows: ShardRows
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors of one suffix that become one tensor."""
+class Group(NamedTuple):
+    """Tensors of one suffix that become one tensor. A tuple: there may be 50,000."""
 
     fused: str
     """Full name of the fused tensor."""
     packing: Packing
     layer: int
     join: Join
-    parts: tuple[Part, ...]
+    tensors: tuple[TensorInfo, ...]
+    rows: tuple[ShardRows, ...]
+    """What each of `tensors` fills."""
     shape: tuple[int, ...]
     """Of the fused tensor."""
     constant: bytes | None = None
@@ -44,7 +46,44 @@ class Group:
     @property
     def dtype(self) -> str:
         """The parts' one dtype."""
-        return self.parts[0].tensor.dtype
+        return self.tensors[0].dtype
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Each tensor with what it fills."""
+        return tuple(map(Part, self.tensors, self.rows))
+
+
+class Rule(NamedTuple):
+    """How the tensors of one suffix join, whatever their names and bytes."""
+
+    suffix: str
+    join: Join
+    rows: tuple[ShardRows, ...]
+    shape: tuple[int, ...]
+
+
+class Known:
+    """What was decided of slots before, by all that the decision depends on but names and bytes.
+
+    A mixture of experts has ten thousand slots that are alike.
+    """
+
+    def __init__(self) -> None:
+        self._rules: dict[tuple[object, ...], tuple[str, tuple[Rule, ...]]] = {}
+
+    def get(self, slot: Slot, parts: list[Linear], *, ignored: bool) -> tuple[str, tuple[Rule, ...]] | None:
+        """Method and rules of parts like these, which passed every check; None where there were none yet."""
+        return self._rules.get(_alike(slot, parts, ignored=ignored))
+
+    def add(self, slot: Slot, parts: list[Linear], method: str, rules: Iterable[Rule], *, ignored: bool) -> None:
+        """Remember what was decided."""
+        self._rules[_alike(slot, parts, ignored=ignored)] = method, tuple(rules)
+
+
+def _alike(slot: Slot, parts: list[Linear], *, ignored: bool) -> tuple[object, ...]:
+    forms = [tuple((suffix, tensor.dtype, tensor.shape) for suffix, tensor in part.items()) for part in parts]
+    return (slot.packing.size, ignored, *forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +97,7 @@ class FusedTensor:
     parts: tuple[tuple[str, ShardRows], ...]
 
 
-def survey_slot(slot: Slot) -> tuple[list[Group], list[FusedTensor]]:
+def survey_slot(slot: Slot, known: Known) -> tuple[list[Group], list[FusedTensor]]:
     """The groups of one packing in one layer, or its fused tensors. Errors name layer, tensor, found and wanted."""
     whole, parts = slot.whole, slot.parts
     first = next(iter(chain.from_iterable(part.values() for part in parts)), None)
@@ -75,45 +114,54 @@ def survey_slot(slot: Slot) -> tuple[list[Group], list[FusedTensor]]:
     if whole:
         return [], _fused(slot, whole)
     ignored = is_ignored(slot)  # before a part without scales is called incomplete
+    found = known.get(slot, parts, ignored=ignored)
+    if found is not None:
+        method, rules = found
+        check_bias(slot, parts, method)  # which may warn
+        return [_join(slot, rule, parts) for rule in rules], []
     check_present(slot, parts)
     method = method_of(slot, parts, ignored=ignored)
     check_required(slot, parts, method)
     check_bias(slot, parts, method)
-    return _groups(slot, parts, method), []
+    joined = [(rule, _join(slot, rule, parts)) for rule in _rules(slot, parts, method)]
+    known.add(slot, parts, method, [rule for rule, _ in joined], ignored=ignored)
+    return [group for _, group in joined], []
 
 
-def _groups(slot: Slot, parts: list[Linear], method: str) -> list[Group]:
+def _rules(slot: Slot, parts: list[Linear], method: str) -> Iterator[Rule]:
     rows = slot.config.rows(slot.packing)
     packing = packing_of(slot, parts, method)
-    suffixes = sorted(parts[0], key=lambda suffix: (suffix not in WEIGHTS, suffix))
-    groups = []
-    for suffix in suffixes:
+    for suffix in sorted(parts[0], key=lambda suffix: (suffix not in WEIGHTS, suffix)):
         tensors = [part[suffix] for part in parts]
-        form = form_of(slot, tensors, METHODS[method][suffix], rows, packing)
-        groups.append(_join(slot, suffix, form, tensors, rows))
-    return groups
+        yield _rule(suffix, form_of(slot, tensors, METHODS[method][suffix], rows, packing), tensors, rows)
 
 
-def _join(slot: Slot, suffix: str, form: Form, tensors: list[TensorInfo], rows: tuple[ShardRows, ...]) -> Group:
-    first = tensors[0]
-    fused = slot.name(slot.packing.fused, suffix)
+def _rule(suffix: str, form: Form, tensors: list[TensorInfo], rows: tuple[ShardRows, ...]) -> Rule:
+    shape = tensors[0].shape
     axis = {Join.ROWS: 0, Join.COLUMNS: 1}.get(form.join)
-    parts, at = [], 0
+    filled, at = [], 0
     for tensor, part in zip(tensors, rows, strict=True):
         size = tensor.shape[axis] if axis is not None else (tensor.shape[0] if tensor.shape else 1)
-        parts.append(Part(tensor, ShardRows(part.shard_id, at, size)))
+        filled.append(ShardRows(part.shard_id, at, size))
         at += size if axis is not None else 0
-    shape, constant = first.shape, None
     if axis is not None:
-        shape = (*first.shape[:axis], at, *first.shape[axis + 1 :])
-    elif form.join is Join.ONCE:
+        shape = (*shape[:axis], at, *shape[axis + 1 :])
+    return Rule(suffix, form.join, tuple(filled), shape)
+
+
+def _join(slot: Slot, rule: Rule, parts: list[Linear]) -> Group:
+    """The group that a rule makes of these very parts, once their bytes allow it."""
+    tensors = tuple([part[rule.suffix] for part in parts])
+    constant = None
+    if rule.join is Join.ONCE:
         _check_once(slot, tensors)
-    else:
-        constant = _weight_shape(slot, tensors, rows)
-    return Group(fused, slot.packing, slot.layer, form.join, tuple(parts), shape, constant)
+    elif rule.join is Join.SHAPE:
+        constant = _weight_shape(slot, tensors, slot.config.rows(slot.packing))
+    fused = slot.name(slot.packing.fused, rule.suffix)
+    return Group(fused, slot.packing, slot.layer, rule.join, tensors, rule.rows, rule.shape, constant)
 
 
-def _check_once(slot: Slot, tensors: list[TensorInfo]) -> None:
+def _check_once(slot: Slot, tensors: tuple[TensorInfo, ...]) -> None:
     wanted = slot.peek(tensors[0])
     for tensor in tensors[1:]:
         if slot.peek(tensor) != wanted:
@@ -126,7 +174,7 @@ def _check_once(slot: Slot, tensors: list[TensorInfo]) -> None:
             )
 
 
-def _weight_shape(slot: Slot, tensors: list[TensorInfo], rows: tuple[ShardRows, ...]) -> bytes:
+def _weight_shape(slot: Slot, tensors: tuple[TensorInfo, ...], rows: tuple[ShardRows, ...]) -> bytes:
     code = {"I64": "<2q", "I32": "<2i"}[tensors[0].dtype]
     for tensor, part in zip(tensors, rows, strict=True):
         found = struct.unpack(code, slot.peek(tensor))

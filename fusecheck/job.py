@@ -26,7 +26,6 @@ from fusecheck.manifest import (
     FileEntry,
     Manifest,
     OutputFile,
-    Provenance,
     TensorEntry,
     from_text,
     to_text,
@@ -45,6 +44,7 @@ from fusecheck.plan import (
     whole_file,
 )
 from fusecheck.presharding import RankFiles, rank_files, rank_warnings, ranks_entry, wanted_ranks
+from fusecheck.provenance import Provenance
 from fusecheck.publish import TargetTaken, staging_folder
 from fusecheck.quantisation import MODULES, gptq_modules
 from fusecheck.reader import Progress, Reader
@@ -53,7 +53,7 @@ from fusecheck.sharding import Ranks
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.stack import halved_wrongly
-from fusecheck.standing import holds
+from fusecheck.standing import holds, same_pieces
 from fusecheck.target import Target, TargetOccupied, check_target, require_space
 
 
@@ -210,7 +210,7 @@ class Outcome:
 
 def produce(
     out: Path,
-    source: Path,
+    source: Path | None,
     *,
     size: int,
     force: bool,
@@ -238,12 +238,12 @@ def produce(
 
 
 def carry_out(
-    job: Job, folder: Path, provenance: Provenance, *, threads: int, on_progress: Progress | None
+    job: Job, reader: Reader, folder: Path, provenance: Provenance, *, threads: int, on_progress: Progress | None
 ) -> Manifest:
     """Write every file of the job below `folder`, fsynced, the manifest and the checksums last."""
-    written = write_files(job.files, job.checkpoint.files, folder, threads=threads, on_progress=on_progress)
+    written = write_files(job.files, reader, folder, threads=threads, on_progress=on_progress)
     job.checkpoint.files.check_unchanged()
-    manifest = _manifest(job, written, provenance)
+    manifest = manifest_of(job, written, provenance)
     write_file(folder / MANIFEST, to_text(manifest))
     if job.options.checksums:
         write_file(folder / CHECKSUMS, checksums_text(folder, [*(file.path for file in job.files), MANIFEST]))
@@ -265,7 +265,8 @@ def write_files(
     return execute(files, reader, folder, threads=threads, on_bytes=on_bytes)
 
 
-def _manifest(job: Job, written: Sequence[Written], provenance: Provenance) -> Manifest:
+def manifest_of(job: Job, written: Sequence[Written], provenance: Provenance) -> Manifest:
+    """The manifest of a job; `written` are the digests of its files, in their order."""
     checkpoint = job.checkpoint
     made = {file.path: (file, digests) for file, digests in zip(job.files, written, strict=True)}
     tensors: dict[str, TensorEntry] = {}
@@ -334,5 +335,13 @@ def stands_at(out: Path, job: Job) -> bool:
         and manifest.source_index == job.checkpoint.index_metadata
         and {path: entry.digest for path, entry in manifest.side_files.items()}
         == {side.path: files.digest(side.path) for side in job.checkpoint.side_files}
-        and (not files.changed_since(made_ns) or same_weights(manifest, job.checkpoint))
+        and (not files.changed_since(made_ns) or _same_weights(job, manifest))
     )
+
+
+def _same_weights(job: Job, manifest: Manifest) -> bool:
+    """Whether the source's bytes are those that the manifest has the digests of."""
+    if manifest.ranks is None:
+        return same_weights(manifest, job.checkpoint)
+    recorded, files = manifest.ranks.tensors, job.checkpoint.files
+    return all(same_pieces(shard.tensors, recorded.get(shard.file.path, {}), files) for shard in job.shards)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
+from fusecheck.engines.vllm_sharded import MAX_TP
 from fusecheck.errors import CheckpointError, SystemFailure
 from fusecheck.header import strict_json
 from fusecheck.mapping import ShardId
+from fusecheck.provenance import Provenance, provenance_fields, read_provenance
 from fusecheck.sidefiles import MANIFEST
 
 SCHEMA_VERSION = 1
@@ -24,16 +26,6 @@ MAX_MEMBERS = 6_000_000
 
 MAX_BYTES = 256 * 1024 * 1024
 """Largest manifest that is read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where the source came from: a folder RELATIVE to OUT, or a hub repository at a commit."""
-
-    folder: str | None = None
-    repo_id: str | None = None
-    revision: str | None = None
-    commit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +136,7 @@ def to_text(manifest: Manifest) -> bytes:
         "schema_version": SCHEMA_VERSION,
         "fusecheck_version": manifest.fusecheck_version,
         "layout": manifest.layout,
-        "provenance": _fields(manifest.provenance),
+        "provenance": provenance_fields(manifest.provenance),
         "options": dict(manifest.options),
         "source_shards": {name: _fields(shard) for name, shard in manifest.source_shards.items()},
         "source_index": manifest.source_index,
@@ -207,7 +199,7 @@ def _manifest(value: dict[str, object]) -> Manifest:
     return Manifest(
         fusecheck_version=_text(value, "fusecheck_version"),
         layout=_text(value, "layout"),
-        provenance=Provenance(**_texts({k: v for k, v in _table(value, "provenance").items() if v is not None})),
+        provenance=read_provenance(_table(value, "provenance")),
         options=_table(value, "options"),
         source_shards={
             name: SourceShard(
@@ -236,13 +228,15 @@ def _manifest(value: dict[str, object]) -> Manifest:
 
 
 def _ranks_entry(value: dict[str, object]) -> RanksEntry:
-    numbers = value["numbers"]
-    if not isinstance(numbers, list) or any(type(rank) is not int for rank in numbers):
+    numbers, tp = value["numbers"], _count(value, "tp")
+    if not isinstance(numbers, list) or any(type(rank) is not int or not 0 <= rank < tp for rank in numbers):
         raise TypeError("numbers")
+    if not 1 <= tp <= MAX_TP:
+        raise ValueError(tp)
     return RanksEntry(
         engine=_text(value, "engine"),
         versions=_text(value, "versions"),
-        tp=_count(value, "tp"),
+        tp=tp,
         numbers=tuple(numbers),
         sources=_texts(_table(value, "sources")),
         tensors={file: {name: _digests(row, name) for name in row} for file, row in _rows(value, "tensors")},

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 from fusecheck import digest
 from fusecheck.beside import declaration, totals
@@ -26,9 +26,9 @@ from fusecheck.engines.vllm_sharded import layout_of
 from fusecheck.errors import CheckpointError, invisible, shown
 from fusecheck.exact import Finding, Slice, cut_part, home, join_in, packed_shape, span, stacks_of
 from fusecheck.exact_ranks import split_names
-from fusecheck.files import Files
 from fusecheck.forms import Join
 from fusecheck.header import LIBRARY_HEADER_BYTES, TensorInfo
+from fusecheck.listing import CheckpointFiles
 from fusecheck.manifest import FileEntry, Manifest, OutputFile, PartEntry, RanksEntry, TensorEntry
 from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY
 from fusecheck.model import Model
@@ -290,10 +290,10 @@ def _check_sums(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:
             yield Finding("the manifest's digest is not that over its tensors' digests", shard)
 
 
-def check_unopened(manifest: Manifest, folder: Path) -> Iterator[Finding]:
-    """What can be said of an OUT that is no checkpoint any more: each file, but no tensor."""
+def check_unopened(manifest: Manifest, files: CheckpointFiles) -> Iterator[Finding]:
+    """What can be said of an OUT that is no checkpoint any more: each file, but no tensor. Closes `files`."""
     entries: dict[str, OutputFile | FileEntry] = {**manifest.side_files, CONFIG: manifest.config, **manifest.files}
-    with Files(folder) as files:
+    with closing(files):
         for path, entry in entries.items():
             # names come from the manifest and must not lead out of the folder
             if any(not piece or piece.startswith(".") or any(map(invisible, piece)) for piece in path.split("/")):
@@ -310,7 +310,7 @@ def check_unopened(manifest: Manifest, folder: Path) -> Iterator[Finding]:
                 yield from _check_digest(files, path, size, entry)
 
 
-def _check_digest(files: Files, path: str, size: int, entry: OutputFile | FileEntry) -> Iterator[Finding]:
+def _check_digest(files: CheckpointFiles, path: str, size: int, entry: OutputFile | FileEntry) -> Iterator[Finding]:
     if isinstance(entry, FileEntry):
         if files.digest(path) != entry.digest:
             yield Finding("differs from the manifest's digest", path)

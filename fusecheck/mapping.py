@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import cycle
 from typing import Literal
 
@@ -56,6 +57,7 @@ SHARED_EXPERT = _gate_up("mlp.shared_expert", "shared")
 PACKINGS = (QKV, GATE_UP)
 
 
+@lru_cache(maxsize=1024)  # the experts of one layer are those of the next
 def expert_packing(number: int) -> Packing:
     """gate_up of one expert of a sparse MLP. `mlp.gate` is the router and `shared_expert_gate` a gate: neither is packed."""
     return _gate_up(f"mlp.experts.{number}", "expert")

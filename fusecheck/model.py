@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.errors import CheckpointError, NoFusedForm, UnsupportedCheckpoint, shown
 from fusecheck.forms import PLAIN, WEIGHTS
-from fusecheck.group import FusedTensor, Group, survey_slot
+from fusecheck.group import FusedTensor, Group, Known, survey_slot
 from fusecheck.header import TensorInfo
 from fusecheck.mapping import HEADS, PREFIXES, WRAPPERS, Experts, Packing, split_module
 from fusecheck.slot import Linear, Peek, Slot
 from fusecheck.stack import arrange_experts, stacked_tensors
 
-_LAYER = re.compile(r"(.*?)layers\.([^.]*)\.(.*)", re.DOTALL)
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+_ADAPTER_WORDS = ("lora_", "base_layer", "modules_to_save")
 _ADAPTER = re.compile(r"(?:^|\.)(?:lora_[A-Za-z_]+|base_layer|modules_to_save)(?:\.|$)")
 _STACKED = {"gate_up_proj", "down_proj"}
 """Tensors of `mlp.experts` where all experts stand in one: transformers 5's 3-D form, fused already, passed through."""
@@ -80,13 +80,14 @@ def survey(
     stacked: list[FusedTensor] = []
     left_split: list[LeftSplit] = []
     warnings: list[str] = []
+    known = Known()
     for layer in range(config.num_hidden_layers):
         modules = layers.get(layer, {})
         base = f"{prefix}layers.{layer}."
         for packing in _packings(config, layer, modules):
             slot = Slot(config, base, packing, layer, modules, peek, warnings)
             try:
-                groups, whole = survey_slot(slot)
+                groups, whole = survey_slot(slot, known)
             except NoFusedForm as error:
                 if not keep_split:
                     raise
@@ -139,6 +140,9 @@ def _quantised(layers: Layers) -> dict[int, tuple[str, ...]]:
 
 
 def _refuse_wrapped(tensors: Mapping[str, TensorInfo]) -> None:
+    text = "\n" + "\n".join(tensors)  # one look at all names: hardly a checkpoint has one of these
+    if not any(f"\n{wrapper}" in text for wrapper in WRAPPERS) and not any(word in text for word in _ADAPTER_WORDS):
+        return
     for name, tensor in tensors.items():
         for wrapper, remedy in WRAPPERS.items():
             if name.startswith(wrapper):
@@ -154,9 +158,9 @@ def _refuse_wrapped(tensors: Mapping[str, TensorInfo]) -> None:
 def _prefix(tensors: Mapping[str, TensorInfo]) -> str:
     found: dict[str, TensorInfo] = {}
     for name, tensor in tensors.items():
-        match = _LAYER.fullmatch(name)
-        if match and match[1] in PREFIXES:
-            found.setdefault(match[1], tensor)
+        before, _, after = name.partition("layers.")
+        if before not in found and before in PREFIXES and "." in after:
+            found[before] = tensor
     if not found:
         some = next(iter(tensors.values()))
         raise CheckpointError(
@@ -179,25 +183,44 @@ def _prefix(tensors: Mapping[str, TensorInfo]) -> str:
 def _by_layer(tensors: Mapping[str, TensorInfo], prefix: str, config: ModelConfig) -> Layers:
     """Every tensor of a layer by module and suffix; layer numbers are plain and below num_hidden_layers."""
     layers: dict[int, dict[str, dict[str, TensorInfo]]] = {}
+    by_number: dict[str, dict[str, dict[str, TensorInfo]]] = {}
+    paths: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors.items():
-        match = _LAYER.fullmatch(name)
-        if not match or match[1] != prefix:
+        before, _, after = name.partition("layers.")
+        number, dot, path = after.partition(".")
+        if not dot or before != prefix:
             continue
-        if not _NUMBER.fullmatch(match[2]):
-            raise CheckpointError(
-                f"layer {shown(match[2], 40)} is no plain layer number", file=tensor.shard, tensor=name
-            )
-        layer = int(match[2])
-        if layer >= config.num_hidden_layers:
-            raise CheckpointError(
-                f"layer {layer} is beyond {CONFIG}",
-                file=tensor.shard,
-                tensor=name,
-                wanted=f"num_hidden_layers {config.num_hidden_layers}, so layers 0 to {config.num_hidden_layers - 1}",
-            )
-        module, suffix = split_module(match[3])
-        layers.setdefault(layer, {}).setdefault(sys.intern(module), {})[sys.intern(suffix)] = tensor
+        modules = by_number.get(number)
+        if modules is None:
+            layer = _layer(number, tensor, config)
+            modules = by_number[number] = layers[layer] = {}
+        found = paths.get(path)  # the layers of a model are alike
+        if found is None:
+            module, suffix = split_module(path)
+            found = paths[path] = sys.intern(module), sys.intern(suffix)
+        module, suffix = found
+        linear = modules.get(module)
+        if linear is None:
+            modules[module] = {suffix: tensor}
+        else:
+            linear[suffix] = tensor
     return layers
+
+
+def _layer(number: str, tensor: TensorInfo, config: ModelConfig) -> int:
+    if not _NUMBER.fullmatch(number):
+        raise CheckpointError(
+            f"layer {shown(number, 40)} is no plain layer number", file=tensor.shard, tensor=tensor.name
+        )
+    layer = int(number)
+    if layer >= config.num_hidden_layers:
+        raise CheckpointError(
+            f"layer {layer} is beyond {CONFIG}",
+            file=tensor.shard,
+            tensor=tensor.name,
+            wanted=f"num_hidden_layers {config.num_hidden_layers}, so layers 0 to {config.num_hidden_layers - 1}",
+        )
+    return layer
 
 
 def _check_layer(

@@ -181,10 +181,10 @@ def _by_ranks(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
     by_name = {tensor.output.name: tensor for tensor in made}
     outputs = [tensor.output for tensor in made]
     for name, dropped in manifest.dropped.items():
-        if dropped.same_as not in by_name:
+        if dropped.same_as not in by_name or name not in HEADS:
             raise CheckpointError("cannot have been dropped", file=MANIFEST, tensor=name, found=dropped.same_as)
         twin = by_name[dropped.same_as]
-        by_name[name] = replace(twin, output=replace(twin.output, name=name))
+        by_name[name] = replace(twin, output=twin.output._replace(name=name))
         outputs.append(by_name[name].output)
     places = {**entry.sources, **{name: dropped.shard for name, dropped in manifest.dropped.items()}}
     shards = _original_shards(manifest, outputs, places)

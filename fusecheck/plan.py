@@ -7,7 +7,9 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
+from json.encoder import encode_basestring_ascii as quoted
+from typing import NamedTuple, TypeAlias, overload
 
 from fusecheck.config import ModelConfig
 from fusecheck.errors import UnsupportedCheckpoint
@@ -20,8 +22,7 @@ from fusecheck.model import Model
 FORMAT_KEY = "format"
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """`rows` runs of `row_bytes` bytes in one source file, the first at `offset`, each `stride` bytes after the last."""
 
     file: str
@@ -54,7 +55,9 @@ Strip: TypeAlias = "tuple[Block, ...] | Constant"
 
 def strip_bytes(strip: Strip) -> int:
     """Bytes of output that a strip makes."""
-    return strip.nbytes if isinstance(strip, Constant) else sum(block.nbytes for block in strip)
+    if isinstance(strip, Constant):
+        return strip.nbytes
+    return sum([block.rows * block.row_bytes for block in strip])
 
 
 def contiguous(tensor: TensorInfo) -> Block:
@@ -62,24 +65,22 @@ def contiguous(tensor: TensorInfo) -> Block:
     return Block(tensor.shard, tensor.start, tensor.nbytes, 1, 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedFile:
     """One output file: `head`, then the strips, one below the other. `path` is POSIX, relative to OUT."""
 
     path: str
     head: bytes
-    strips: tuple[Strip, ...]
-    lane: str | None = None
-    """Neighbouring files of one lane are written strip by strip in turn: what they all read is then read while it is warm."""
+    strips: Sequence[Strip]
+    known_size: int | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of the whole file."""
-        return len(self.head) + sum(map(strip_bytes, self.strips))
+        return len(self.head) + sum(map(strip_bytes, self.strips)) if self.known_size is None else self.known_size
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """One tensor of the output: a vertical stack of strips.
 
     Tensors are row-major: parts joined along dim 0 are strips of one block each, whose bytes follow one another; parts
@@ -91,13 +92,48 @@ class OutputTensor:
     shape: tuple[int, ...]
     source: TensorInfo
     """The tensor itself, the first of several parts, or the whole that this is cut out of."""
-    strips: tuple[Strip, ...]
+    cuts: tuple[Strip, ...] | None = None
+    """Its strips, where they do not follow from `group`, or from `source` alone."""
     group: Group | None = None
+
+    @property
+    def strips(self) -> tuple[Strip, ...]:
+        """What it is made of. Worked out when asked for: a plan that is only looked at has no need of a million blocks."""
+        if self.cuts is not None:
+            return self.cuts
+        return ((contiguous(self.source),),) if self.group is None else _strips(self.group)
 
     @property
     def nbytes(self) -> int:
         """Bytes of data."""
-        return sum(map(strip_bytes, self.strips))
+        return tensor_bytes(self.dtype, self.shape) or 0
+
+
+class _Strips(Sequence[Strip]):
+    """The strips of some tensors, one below the other."""
+
+    def __init__(self, tensors: tuple[OutputTensor, ...]) -> None:
+        self._tensors = tensors
+
+    @cached_property
+    def _all(self) -> tuple[Strip, ...]:
+        return tuple([strip for tensor in self._tensors for strip in tensor.strips])
+
+    @overload
+    def __getitem__(self, index: int) -> Strip: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Strip, ...]: ...
+    def __getitem__(self, index: int | slice) -> Strip | tuple[Strip, ...]:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +152,13 @@ def whole_file(path: str, size: int) -> PlannedFile:
 
 def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[OutputTensor]:
     """Every output tensor, in the order of the source; a fused one stands where its first part stood."""
-    first = {group.parts[0].tensor.name: group for group in model.split}
-    gone = {part.tensor.name for group in model.split for part in group.parts}
+    first = {group.tensors[0].name: group for group in model.split}
+    gone = {tensor.name for group in model.split for tensor in group.tensors}
     outputs = []
     for name, tensor in tensors.items():
-        if name in first:
-            group = first[name]
-            outputs.append(OutputTensor(group.fused, group.dtype, group.shape, tensor, _strips(group), group))
+        group = first.get(name)
+        if group is not None:
+            outputs.append(OutputTensor(group.fused, group.dtype, group.shape, tensor, None, group))
         elif name not in gone:
             outputs.append(copied(name, tensor))
     return outputs
@@ -130,14 +166,14 @@ def output_tensors(tensors: Mapping[str, TensorInfo], model: Model) -> list[Outp
 
 def copied(name: str, tensor: TensorInfo) -> OutputTensor:
     """All bytes of one tensor, under a name."""
-    return OutputTensor(name, tensor.dtype, tensor.shape, tensor, ((contiguous(tensor),),))
+    return OutputTensor(name, tensor.dtype, tensor.shape, tensor)
 
 
 def _strips(group: Group) -> tuple[Strip, ...]:
-    sources = [part.tensor for part in group.parts]
+    sources = group.tensors
     match group.join:
         case Join.ROWS | Join.STACK:
-            return tuple((contiguous(source),) for source in sources)
+            return tuple([(contiguous(source),) for source in sources])
         case Join.COLUMNS:
             rows = sources[0].shape[0]
             widths = [source.nbytes // rows for source in sources]
@@ -261,15 +297,13 @@ def shard_name(number: int, total: int) -> str:
     return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def plan_shard(
-    name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str] | None, lane: str | None = None
-) -> PlannedShard:
+def plan_shard(name: str, group: Sequence[OutputTensor], metadata: Mapping[str, str] | None) -> PlannedShard:
     """One shard as safetensors writes it. `metadata` None: it has no `__metadata__`."""
     by_name = {output.name: output for output in group}
     ordered = [by_name[name] for name, _ in canonical_order((output.name, output.dtype) for output in group)]
     head = encode_header(((o.name, o.dtype, o.shape, o.nbytes) for o in ordered), metadata)
-    strips = tuple(strip for output in ordered for strip in output.strips)
-    return PlannedShard(tuple(ordered), PlannedFile(name, head, strips, lane))
+    size = len(head) + sum([output.nbytes for output in ordered])
+    return PlannedShard(tuple(ordered), PlannedFile(name, head, _Strips(tuple(ordered)), size))
 
 
 def merge_metadata(
@@ -299,5 +333,12 @@ def index_text(shards: Sequence[PlannedShard], metadata: Mapping[str, object] | 
 def recorded_index(shards: Sequence[PlannedShard], metadata: Mapping[str, object]) -> bytes:
     """model.safetensors.index.json with this very metadata, in the form in which the hub's writers give it."""
     weight_map = {tensor.name: shard.file.path for shard in shards for tensor in shard.tensors}
-    index = {"metadata": dict(metadata), "weight_map": weight_map}
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    index = {"metadata": dict(metadata), "weight_map": {"": ""}}
+    around = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    # with indent, json takes its slow way through each entry; text in text is the same, whatever the metadata holds
+    before, _, after = around.rpartition('    "": ""')
+    text, comma = bytearray(before.encode()), ",\n"
+    for number, name in enumerate(sorted(weight_map)):
+        text += f"{comma if number else ''}    {quoted(name)}: {quoted(weight_map[name])}".encode()
+    text += after.encode()
+    return bytes(text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import fusecheck
 from fusecheck.checkpoint import Checkpoint
-from fusecheck.engines.vllm_sharded import LAYOUTS
+from fusecheck.engines.vllm_sharded import LAYOUTS, MAX_TP
 from fusecheck.errors import UsageError
 from fusecheck.files import same_bytes
 from fusecheck.header import TensorInfo
@@ -17,9 +17,6 @@ from fusecheck.manifest import DroppedTensor, RanksEntry
 from fusecheck.model import Model
 from fusecheck.plan import OutputTensor, PlannedShard, merge_metadata, plan_shard, split_view
 from fusecheck.sharding import HEAD, Ranks, check_ranks, rank_tensors
-
-MAX_TP = 1024
-"""Beyond any machine that there is; a number that is mistyped makes no million files."""
 
 
 def wanted_ranks(target: str | None, tp: int | None, numbers: str | None) -> Ranks | None:
@@ -85,7 +82,7 @@ def _shards(
         within = set(names)
         for rank, own in zip(ranks.numbers, tensors, strict=True):
             name = ranks.layout.file.format(rank=rank, part=part)
-            yield plan_shard(name, [tensor for tensor in own if tensor.name in within], metadata, f"part {part}")
+            yield plan_shard(name, [tensor for tensor in own if tensor.name in within], metadata)
 
 
 def _spare_head(checkpoint: Checkpoint, model: Model) -> tuple[dict[str, DroppedTensor], dict[str, str]]:

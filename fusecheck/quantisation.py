@@ -6,7 +6,8 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cached_property
 
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.forms import METHODS
@@ -21,7 +22,24 @@ _GPTQ_ORDER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+class Patterns:
+    """Exact names, dotted parts, globs and `re:` patterns, read once: a large model asks for each of its modules."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self._names = _names(patterns)
+        self._wild = [_compiled(pattern) for pattern in patterns if _is_wild(pattern)]
+
+    def match(self, module: str) -> bool:
+        """Whether any pattern names this module (full dotted name). A plain name may stand anywhere between dots."""
+        pieces = module.split(".")
+        for stop, last in enumerate(pieces, start=1):
+            for count, names in self._names.get(last, {}).items():
+                if count <= stop and ".".join(pieces[stop - count : stop]) in names:
+                    return True
+        return any(pattern.match(module) for pattern in self._wild)
+
+
+@dataclass(frozen=True)
 class Quantisation:
     """What config.json (or hf_quant_config.json) declares. `method` "none": nothing, or the KV cache alone."""
 
@@ -41,9 +59,17 @@ class Quantisation:
 
     def ignores(self, module: str) -> bool:
         """Whether the declaration leaves this module (full dotted name) unquantised."""
-        if any(_matches(pattern, module) for pattern in self.ignored):
+        if self._ignored.match(module):
             return True
-        return bool(self.targets) and not any(_matches(pattern, module) for pattern in self.targets)
+        return bool(self.targets) and not self._targets.match(module)
+
+    @cached_property
+    def _ignored(self) -> Patterns:
+        return Patterns(self.ignored)
+
+    @cached_property
+    def _targets(self) -> Patterns:
+        return Patterns(self.targets)
 
 
 NONE = Quantisation("none")
@@ -180,18 +206,31 @@ def _strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        expression = pattern[3:]
-        # a quantified group, or many quantifiers, may take exponential time on a hostile pattern
-        if re.search(r"\)[*+{]", expression) or len(re.findall(r"[*+{]", expression)) > 6 or len(expression) > 1000:
-            raise UnsupportedCheckpoint("an ignore pattern is too complex to be evaluated safely", found=pattern)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # sets that a later Python may read in another way
-                return re.match(expression, module) is not None
-        except (re.error, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"an ignore pattern is no regular expression: {error}", found=pattern) from None
-    if any(character in pattern for character in "*?["):
-        return fnmatchcase(module, pattern)
-    return f".{pattern}." in f".{module}."
+def _names(patterns: tuple[str, ...]) -> dict[str, dict[int, set[str]]]:
+    """The patterns that are plain dotted names, by their last component and number of components."""
+    found: dict[str, dict[int, set[str]]] = {}
+    for pattern in patterns:
+        if not _is_wild(pattern):
+            pieces = pattern.split(".")
+            found.setdefault(pieces[-1], {}).setdefault(len(pieces), set()).add(pattern)
+    return found
+
+
+def _is_wild(pattern: str) -> bool:
+    return pattern.startswith("re:") or any(character in pattern for character in "*?[")
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A `re:` pattern or a glob."""
+    if not pattern.startswith("re:"):
+        return re.compile(translate(pattern))
+    expression = pattern[3:]
+    # a quantified group, or many quantifiers, may take exponential time on a hostile pattern
+    if re.search(r"\)[*+{]", expression) or len(re.findall(r"[*+{]", expression)) > 6 or len(expression) > 1000:
+        raise UnsupportedCheckpoint("an ignore pattern is too complex to be evaluated safely", found=pattern)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sets that a later Python may read in another way
+            return re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"an ignore pattern is no regular expression: {error}", found=pattern) from None

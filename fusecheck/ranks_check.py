@@ -85,6 +85,11 @@ def _demand(
     around = outside(names, config)
     prefix = next((name.removesuffix("norm.weight") for name in (around.get("model.norm.weight"),) if name), "")
     spare = {name for name in names if name in HEADS and config.tie_word_embeddings}
+    gone = manifest.dropped if manifest is not None else {}
+    untied = (name for name in gone if name not in HEADS or not config.tie_word_embeddings)
+    check.findings += [
+        Finding("the manifest calls it dropped, and it is no tied head", MANIFEST, name) for name in untied
+    ]
     spare |= manifest.ranks.left_out.keys() if manifest is not None and manifest.ranks is not None else set()
     used = {share.name for each in within.values() for share in each.shares} | set(around.values()) | spare
     present = set(names)

@@ -86,10 +86,14 @@ def checksums_text(folder: Path, paths: Sequence[str]) -> bytes:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise SystemFailure.from_os(error, path, "read back") from None
-        # a backslash before the digest announces the escapes that sha256sum itself writes and reads
-        name = path.replace("\\", "\\\\")
-        lines.append(f"{chr(92) if name != path else ''}{digest}  {name}\n")
+        lines.append(checksum_line(path, digest))
     return "".join(lines).encode()
+
+
+def checksum_line(path: str, digest: str) -> str:
+    """One line for `sha256sum -c`: a backslash before the digest announces the escapes that sha256sum writes and reads."""
+    name = path.replace("\\", "\\\\")
+    return f"{chr(92) if name != path else ''}{digest}  {name}\n"
 
 
 def same_weights(manifest: Manifest, checkpoint: Checkpoint) -> bool:

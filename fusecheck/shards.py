@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import stat
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
-from fusecheck.files import MAX_JSON_BYTES, Files, mode_of
+from fusecheck.files import MAX_JSON_BYTES
 from fusecheck.header import TensorInfo, strict_json
+from fusecheck.listing import CheckpointFiles
 from fusecheck.sidefiles import ADAPTER_FILES, WEIGHT_SUFFIXES
 
 INDEX = "model.safetensors.index.json"
@@ -30,13 +30,16 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors", re.ASC
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A model.safetensors.index.json: its metadata ({} where it has none) and tensor name -> shard."""
+    """A model.safetensors.index.json: its metadata ({} where it has none) and tensor name -> shard.
+
+    Whoever reads the shards strikes off what is found.
+    """
 
     metadata: Mapping[str, object]
-    weight_map: Mapping[str, str]
+    weight_map: dict[str, str]
 
 
-def read_index(files: Files) -> Index:
+def read_index(files: CheckpointFiles) -> Index:
     """Read and check the index; CheckpointError where it is malformed or names anything but plain shard names."""
     files.add(INDEX)
     value = strict_json(files.read(INDEX, MAX_JSON_BYTES), file=INDEX, members=MAX_INDEXED)
@@ -46,8 +49,10 @@ def read_index(files: Files) -> Index:
     metadata = value.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise CheckpointError("metadata is no object", file=INDEX, found=type(metadata).__name__)
+    plain = {shard for shard in weight_map.values() if isinstance(shard, str)}
+    plain = {sys.intern(shard) for shard in plain if SHARD_NAME.fullmatch(shard)}
     for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
+        if not isinstance(shard, str) or shard not in plain:
             raise CheckpointError(
                 "names a shard that is no plain safetensors file name",
                 file=INDEX,
@@ -55,6 +60,7 @@ def read_index(files: Files) -> Index:
                 found=shard,
                 wanted="a file beside the index, such as model-00001-of-00002.safetensors",
             )
+        weight_map[tensor] = sys.intern(shard)
     return Index(metadata or {}, weight_map)
 
 
@@ -65,10 +71,10 @@ def natural_key(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def choose_shards(
-    root: Path, names: frozenset[str], weight_map: Mapping[str, str] | None, warnings: list[str]
+    files: CheckpointFiles, names: frozenset[str], weight_map: Mapping[str, str] | None, warnings: list[str]
 ) -> list[str]:
     """Which weight files the checkpoint is made of, or why that is not certain."""
-    present = {name for name in names if name.endswith(".safetensors") and not stat.S_ISDIR(mode_of(root / name))}
+    present = {name for name in names if name.endswith(".safetensors") and not files.is_folder(name)}
     numbered = {name: match for name in present if (match := _NUMBERED.fullmatch(name)) and match[1] == "model"}
     if weight_map is not None:
         chosen = set(weight_map.values())
@@ -106,6 +112,12 @@ def cut_already(name: str) -> UnsupportedCheckpoint:
         file=name,
         remedy="name the checkpoint that it was made from, or unfuse it first",
     )
+
+
+def lane_name(path: str) -> str:
+    """What files that are cut out of the same tensors have in common: `model-rank-3-part-0.safetensors` is of part 0."""
+    match = RANK_FILE.fullmatch(path)
+    return path if match is None else f"part {match[2]}"
 
 
 def choose_rank_files(names: frozenset[str]) -> list[str]:
@@ -179,29 +191,27 @@ def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
     return CheckpointError("no weights in this folder", file=SINGLE, wanted=f"{SINGLE}, or shards and {INDEX}")
 
 
-def merge_tensors(tensors: dict[str, TensorInfo], found: Iterable[TensorInfo], index: Index | None) -> None:
-    """Add the tensors of one shard; CheckpointError where one is there already, or the index says otherwise."""
+def merge_tensors(tensors: dict[str, TensorInfo], found: Iterable[TensorInfo], listed: dict[str, str] | None) -> None:
+    """Add the tensors of one shard, and strike them off what the index lists (None: there is no index).
+
+    CheckpointError where one is there already, or the index says otherwise.
+    """
     for tensor in found:
-        twin = tensors.get(tensor.name)
+        name, shard = tensor.name, tensor.shard
+        twin = tensors.get(name)
         if twin is not None:
             raise CheckpointError(
-                "the same tensor stands in two shards",
-                file=tensor.shard,
-                tensor=tensor.name,
-                found=f"also in {twin.shard}",
+                "the same tensor stands in two shards", file=shard, tensor=name, found=f"also in {twin.shard}"
             )
-        listed = index.weight_map.get(tensor.name) if index else tensor.shard
-        if listed is None:
-            raise CheckpointError(f"holds a tensor that {INDEX} does not name", file=tensor.shard, tensor=tensor.name)
-        if listed != tensor.shard:
-            raise CheckpointError(
-                "the index names another shard", file=INDEX, tensor=tensor.name, found=listed, wanted=tensor.shard
-            )
-        tensors[tensor.name] = tensor
+        home = shard if listed is None else listed.pop(name, None)
+        if home is None:
+            raise CheckpointError(f"holds a tensor that {INDEX} does not name", file=shard, tensor=name)
+        if home != shard:
+            raise CheckpointError("the index names another shard", file=INDEX, tensor=name, found=home, wanted=shard)
+        tensors[name] = tensor
 
 
-def check_covered(index: Index, tensors: Mapping[str, TensorInfo]) -> None:
-    """CheckpointError where the index names a tensor that no shard holds."""
-    for name, shard in index.weight_map.items():
-        if name not in tensors:
-            raise CheckpointError("the index names a tensor that its shard lacks", file=INDEX, tensor=name, found=shard)
+def check_covered(listed: Mapping[str, str]) -> None:
+    """CheckpointError where the index names a tensor that no shard holds: one that was not struck off."""
+    for name, shard in listed.items():
+        raise CheckpointError("the index names a tensor that its shard lacks", file=INDEX, tensor=name, found=shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from fusecheck.header import strict_json
 
 MANIFEST = "fusecheck.json"
 CHECKSUMS = "SHA256SUMS"
+OWN = ".fusecheck"
+"""Folder of an output that says what several machines wrote there; no part of the checkpoint."""
 MAX_FOLDERS_DEEP = 3
 """Sub-folders below the checkpoint that are copied, such as 1_Pooling of a sentence-transformers model."""
 
@@ -25,8 +27,8 @@ ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors", "
 ADAPTER = "an adapter, not part of the model"
 """Reasons that verify asks about: an engine may pick such a file up."""
 
-_MODULES = "modules.json"
-_MAX_MODULES_BYTES = 1 << 20
+MODULES = "modules.json"
+MAX_MODULES_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,12 +56,12 @@ def survey_side_files(
     """
     found: list[SideFile] = []
     left_out: list[LeftOut] = []
-    with_adapter = any((root / name).exists() for name in ("adapter_model.safetensors", "adapter_model.bin"))
+    with_adapter = is_with_adapter({name for name in ADAPTER_FILES if (root / name).exists()})
     modules = _module_folders(root)
     for path, entry in _walk(root, "", 0, left_out, follow_links=follow_links):
         if path in taken:
             continue
-        reason = _reason(path, modules, with_adapter=with_adapter) or _not_regular(path, entry)
+        reason = left_out_reason(path, modules, with_adapter=with_adapter) or _not_regular(path, entry)
         if reason:
             left_out.append(LeftOut(path, reason))
             continue
@@ -77,7 +79,7 @@ def _walk(
         raise SystemFailure.from_os(error, below or str(root), "list") from None
     for entry in entries:
         path = f"{below}{entry.name}"
-        reason = _bad_name(entry.name)
+        reason = bad_name(entry.name)
         if reason:
             left_out.append(LeftOut(path, reason))
         elif not _is_folder(entry):
@@ -102,7 +104,10 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _bad_name(name: str) -> str | None:
+def bad_name(name: str) -> str | None:
+    """Why an entry is left out by its own name, or None."""
+    if not name:
+        return "its path has an empty part"
     if name.startswith("."):
         return "hidden"
     if any(map(invisible, name)):
@@ -110,7 +115,7 @@ def _bad_name(name: str) -> str | None:
     return None
 
 
-def _reason(path: str, modules: frozenset[str], *, with_adapter: bool) -> str | None:
+def left_out_reason(path: str, modules: frozenset[str], *, with_adapter: bool) -> str | None:
     """Why a file is no side file, by its name alone."""
     folder, _, name = path.rpartition("/")
     if name.endswith(".safetensors") and folder in modules:
@@ -150,14 +155,26 @@ def _check_link(root: Path, path: str, *, follow_links: bool) -> None:
     )
 
 
+def is_with_adapter(names: Collection[str]) -> bool:
+    """Whether the weights of an adapter are among some files."""
+    return "adapter_model.safetensors" in names or "adapter_model.bin" in names
+
+
 def _module_folders(root: Path) -> frozenset[str]:
-    """Folders that modules.json (sentence-transformers) names: their weights belong to the model."""
-    path = root / _MODULES
+    path = root / MODULES
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_MODULES_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_MODULES_BYTES:
             return frozenset()
-        modules = strict_json(path.read_bytes(), file=_MODULES)
-    except (OSError, CheckpointError):
+        return module_folders(path.read_bytes())
+    except OSError:
+        return frozenset()
+
+
+def module_folders(blob: bytes) -> frozenset[str]:
+    """Folders that modules.json (sentence-transformers) names: their weights belong to the model."""
+    try:
+        modules = strict_json(blob, file=MODULES)
+    except CheckpointError:
         return frozenset()
     if not isinstance(modules, list):
         return frozenset()

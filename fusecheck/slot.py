@@ -50,6 +50,8 @@ class Slot:
 def _own(linear: Linear | None) -> Linear:
     if not linear:
         return {}
+    if NEVER_GROUPED_SUFFIXES.isdisjoint(linear):
+        return linear
     return {suffix: tensor for suffix, tensor in linear.items() if suffix not in NEVER_GROUPED_SUFFIXES}
 
 
@@ -115,7 +117,7 @@ def method_of(slot: Slot, linears: list[Linear], *, ignored: bool) -> str:
 def is_ignored(slot: Slot) -> bool:
     """Ignore lists keep split names; one that names only some parts of a group contradicts itself."""
     quantisation = slot.config.quantisation
-    if quantisation.method == "none":
+    if quantisation.method == "none" or not (quantisation.ignored or quantisation.targets):
         return False
     modules = [f"{slot.base}{module}" for _, module in slot.packing.parts]
     ignored = [quantisation.ignores(module) for module in modules]

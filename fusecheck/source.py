@@ -11,13 +11,17 @@ from fusecheck.hub import cached
 from fusecheck.manifest import Manifest
 
 
-def recorded_folder(out: Path, manifest: Manifest) -> Path | None:
-    """The folder that the manifest of `out` records, or the cached repo; None where there is none, or only OUT itself."""
+def recorded_folder(out: Path | None, manifest: Manifest) -> Path | None:
+    """The folder that the manifest of `out` records, or the cached repo; None where there is none, or only OUT itself.
+
+    `out` None: it is no folder, and a path as seen from it says nothing.
+    """
     recorded = manifest.provenance.folder
-    folder = cached(manifest.provenance) if recorded is None else out / recorded
+    beside = out / recorded if out is not None and recorded is not None else None
+    folder = cached(manifest.provenance) if recorded is None else beside
     if folder is None or not os.path.isdir(folder):  # noqa: PTH112 - the path is foreign; Path.is_dir may raise
         return None
-    return None if os.path.realpath(folder) == os.path.realpath(out) else folder
+    return None if out is not None and os.path.realpath(folder) == os.path.realpath(out) else folder
 
 
 def is_recorded(source: Checkpoint, manifest: Manifest) -> bool:
@@ -28,4 +32,5 @@ def is_recorded(source: Checkpoint, manifest: Manifest) -> bool:
 
 def recorded_place(manifest: Manifest) -> str:
     """What the manifest calls it, for people."""
-    return shown(str(manifest.provenance.folder or manifest.provenance.repo_id))
+    where = manifest.provenance
+    return shown(str(where.folder or where.repo_id or where.url))

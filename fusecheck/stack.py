@@ -12,7 +12,7 @@ from itertools import groupby
 from fusecheck.config import ModelConfig
 from fusecheck.errors import NoFusedForm, UnsupportedCheckpoint
 from fusecheck.forms import Join
-from fusecheck.group import FusedTensor, Group, Part
+from fusecheck.group import FusedTensor, Group
 from fusecheck.header import TensorInfo
 from fusecheck.mapping import Experts, Packing, stacked_packings
 
@@ -46,8 +46,8 @@ def arrange_experts(
     if odd is not None:
         raise UnsupportedCheckpoint(
             "stacked experts are for plain weights only",
-            file=odd.parts[0].tensor.shard,
-            tensor=odd.parts[0].tensor.name,
+            file=odd.tensors[0].shard,
+            tensor=odd.tensors[0].name,
         )
     packings = stacked_packings(config.num_experts)
     for layer, _ in groupby(single, key=lambda group: group.layer):
@@ -67,8 +67,8 @@ def _stack(packing: Packing, tensors: Mapping[str, TensorInfo], config: ModelCon
             found=other.form,
             wanted=f"{found[0].dtype}, as {found[0].name}",
         )
-    parts = tuple(Part(tensor, rows) for tensor, rows in zip(found, config.rows(packing), strict=True))
-    return Group(f"{base}{packing.fused}", packing, layer, Join.STACK, parts, config.stacked_shape(packing))
+    name, shape = f"{base}{packing.fused}", config.stacked_shape(packing)
+    return Group(name, packing, layer, Join.STACK, tuple(found), config.rows(packing), shape)
 
 
 def halved_wrongly(groups: tuple[Group, ...]) -> Group | None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from fusecheck.digest import digest_of, hasher
 from fusecheck.errors import FusecheckError
-from fusecheck.execute import BLOCK_BYTES
 from fusecheck.files import Files
-from fusecheck.plan import Block, Constant, PlannedFile, Strip, strip_bytes
+from fusecheck.gather import ReusedBuffers, pieces
+from fusecheck.listing import CheckpointFiles
+from fusecheck.plan import Constant, OutputTensor, PlannedFile, Strip, strip_bytes
+from fusecheck.sidefiles import OWN
 
 
 def holds(out: Path, files: Sequence[PlannedFile], *, beside: Iterable[str] = ()) -> bool:
     """Whether a folder holds these files, by names, sizes and first bytes, those `beside` them, and nothing else."""
     planned = {file.path: file for file in files}
-    entries = {path.relative_to(out).as_posix(): path.lstat() for path in out.rglob("*")}
+    names = {path.relative_to(out).as_posix(): path for path in out.rglob("*")}
+    entries = {name: path.lstat() for name, path in names.items() if name != OWN and not name.startswith(f"{OWN}/")}
     folders = {path for path, status in entries.items() if stat.S_ISDIR(status.st_mode)}
     found = {path: status.st_size for path, status in entries.items() if stat.S_ISREG(status.st_mode)}
     if len(found) + len(folders) != len(entries) or folders != _folders(planned):
@@ -39,7 +41,10 @@ def _starts_with(path: Path, head: bytes) -> bool:
 
 
 def stands(
-    out: Path, files: Sequence[PlannedFile], source: Files, known: Mapping[tuple[str, int], tuple[str, ...]]
+    out: Path,
+    files: Sequence[PlannedFile],
+    source: CheckpointFiles,
+    known: Mapping[tuple[str, int], tuple[str, ...]],
 ) -> bool:
     """Whether a folder holds these very files: `holds`, and the digest of all data.
 
@@ -56,7 +61,9 @@ def stands(
         return False
 
 
-def _same_data(file: PlannedFile, ours: Files, source: Files, known: Mapping[tuple[str, int], tuple[str, ...]]) -> bool:
+def _same_data(
+    file: PlannedFile, ours: Files, source: CheckpointFiles, known: Mapping[tuple[str, int], tuple[str, ...]]
+) -> bool:
     at = len(file.head)
     for number, strip in enumerate(file.strips):
         stop = at + strip_bytes(strip)
@@ -68,20 +75,25 @@ def _same_data(file: PlannedFile, ours: Files, source: Files, known: Mapping[tup
     return True
 
 
-def _digest(strip: Strip, files: Files) -> str:
+def same_pieces(
+    tensors: Iterable[OutputTensor], recorded: Mapping[str, tuple[str, ...]], source: CheckpointFiles
+) -> bool:
+    """Whether every block of these tensors has the digest that was recorded for it."""
+    return all(recorded.get(tensor.name) == tuple(_piece_digests(tensor.strips, source)) for tensor in tensors)
+
+
+def _piece_digests(strips: Iterable[Strip], source: CheckpointFiles) -> Iterator[str]:
+    for strip in strips:
+        if isinstance(strip, Constant):
+            yield digest_of(strip.data)
+        else:
+            yield from (_digest((block,), source) for block in strip)
+
+
+def _digest(strip: Strip, files: CheckpointFiles) -> str:
     if isinstance(strip, Constant):
         return digest_of(strip.data)
-    if len(strip) == 1 and strip[0].stride == strip[0].row_bytes:
-        return files.digest(strip[0].file, strip[0].offset, strip[0].offset + strip[0].nbytes)
-    state, batch = hasher(), max(1, BLOCK_BYTES // max(block.stride for block in strip))
-    for row in range(0, strip[0].rows, batch):
-        count = min(batch, strip[0].rows - row)
-        columns = [_rows(block, row, count, files) for block in strip]
-        state.update(b"".join(chain.from_iterable(zip(*columns, strict=True))))
+    state = hasher()
+    for piece in pieces(strip, files, ReusedBuffers(), [hasher() for _ in strip]):
+        state.update(piece)
     return state.hexdigest()
-
-
-def _rows(block: Block, row: int, count: int, files: Files) -> list[bytearray]:
-    span = bytearray((count - 1) * block.stride + block.row_bytes)
-    files.read_into(block.file, block.offset + row * block.stride, memoryview(span))
-    return [span[start : start + block.row_bytes] for start in range(0, len(span), block.stride)]

@@ -5,6 +5,8 @@
     make_checkpoint.py Qwen3-4B ./tiny --scale 16              small, but the same tensors in the same shards
     make_checkpoint.py Qwen3-32B ./holes --sparse              the full size without taking space
     make_checkpoint.py path/to/config.json ./out --seed 7      any qwen3, qwen3_moe, qwen2, llama or mistral
+    make_checkpoint.py Qwen3-235B-A22B-NVFP4 ./many --sparse   146,361 tensors
+    make_checkpoint.py Qwen3-8B ./awq --quantise awq --scale 16   quantised as fp8, awq, gptq, compressed-tensors, nvfp4
 
 A published checkpoint is laid out by three rules, and these are applied here:
 * shards: transformers walks the tensors in the order in which the modules were made and starts a new file when the
@@ -14,6 +16,8 @@ A published checkpoint is laid out by three rules, and these are applied here:
 * header: compact JSON, `__metadata__` first, padded with spaces to a multiple of 8.
 
 The values are of one seed: two runs give equal bytes, and a tensor's bytes do not depend on the number of shards.
+Scales are finite and positive, scalars are equal in the parts that engines fuse, and what describes a weight
+(`g_idx`, `weight_shape`) describes it, whatever the fill.
 """
 
 from __future__ import annotations
@@ -24,18 +28,20 @@ import math
 import re
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 Config: TypeAlias = dict[str, Any]
 
 INDEX = "model.safetensors.index.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
 PUBLISHED_LIMIT = 4_000_000_000
 
 
@@ -61,6 +67,7 @@ class Release:
     final_newline: bool = False  # of config.json
     experts: int = 0
     moe_intermediate_size: int = 0
+    quantised: str | None = None  # a key of DECLARED
 
     def config(self) -> Config:
         """config.json, key for key as published."""
@@ -131,7 +138,64 @@ RELEASES = {
         94, 4096, 12288, 64, 4, tied=False, lm_head=True, experts=128, moe_intermediate_size=1536
     ),
 }
+RELEASES["Qwen3-235B-A22B-NVFP4"] = replace(RELEASES["Qwen3-235B-A22B"], version="4.51.3", quantised="nvfp4")
 """Built in, so that no config file is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """How a writer declares what it quantised: the object, and its key for the modules that it left alone."""
+
+    says: Config
+    ignore_key: str | None
+    beside: bool = False  # as `quantization` of hf_quant_config.json instead of `quantization_config` of config.json
+
+
+DECLARED = {
+    "fp8": Declared(
+        {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+        "modules_to_not_convert",
+    ),
+    "awq": Declared(
+        {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True},
+        "modules_to_not_convert",
+    ),
+    "gptq": Declared(
+        {
+            "bits": 4,
+            "checkpoint_format": "gptq",
+            "desc_act": False,
+            "group_size": 128,
+            "quant_method": "gptq",
+            "sym": True,
+        },
+        None,
+    ),
+    "compressed-tensors": Declared(
+        {
+            "config_groups": {
+                "group_0": {
+                    "input_activations": None,
+                    "targets": ["Linear"],
+                    "weights": {
+                        "group_size": 128,
+                        "num_bits": 4,
+                        "strategy": "group",
+                        "symmetric": True,
+                        "type": "int",
+                    },
+                }
+            },
+            "format": "pack-quantized",
+            "quant_method": "compressed-tensors",
+        },
+        "ignore",
+    ),
+    "nvfp4": Declared(
+        {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}, "exclude_modules", beside=True
+    ),
+}
+"""What `--quantise` may ask for."""
 
 LONG_CONTEXT = 262144
 """From this context on (the 2507 releases), the modules of Qwen3's MoE were made in another order."""
@@ -183,6 +247,9 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    fill: Fill = "values"
+    linear: tuple[int, int] = (0, 0)  # [out, in] of what a description describes
+    group_size: int = 1
 
     @property
     def size(self) -> int:
@@ -200,7 +267,14 @@ class Dtype:
     exponent: int  # mask of the bits that `--fill random` leaves to the normal distribution
 
 
+Fill: TypeAlias = 'Literal["values", "scale", "shared", "weight_shape", "g_idx"]'
+"""What a tensor holds: anything; positive scales; scales that all parts of a fused projection share; a description."""
+
 DTYPES = {
+    "U8": Dtype(4, 1, "uint8", 0),
+    "F8_E4M3": Dtype(7, 1, "float8_e4m3fn", 0x78),
+    "I32": Dtype(15, 4, "int32", 0),
+    "I64": Dtype(20, 8, "int64", 0),
     "F16": Dtype(13, 2, "float16", 0x7C00),
     "BF16": Dtype(14, 2, "bfloat16", 0x7F80),
     "F32": Dtype(17, 4, "float32", 0x7F800000),
@@ -208,16 +282,109 @@ DTYPES = {
 }
 
 
-Form: TypeAlias = "Callable[[str, int, int, str], Iterator[Tensor]]"
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+
+Axis: TypeAlias = 'Literal["o", "i", "o/w", "i/w", "i/2", "o/b", "i/b", "i/g", "2"]'
+"""Out or in features: all, or one for every 32-bit word of `bits`, byte of two, block, group. Rounded up."""
 
 
-def plain(name: str, out: int, inner: int, dtype: str) -> Iterator[Tensor]:
-    """A Linear as it is stored without quantisation: one matrix [out, in]."""
-    yield Tensor(f"{name}.weight", dtype, (out, inner))
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of a stored Linear; dtype None is the model's."""
+
+    suffix: str
+    dtype: str | None
+    axes: tuple[Axis, ...]
+    fill: Fill = "values"
 
 
-FORMS: dict[str | None, Form] = {None: plain}
-"""How a Linear is stored, by `quant_method`; the quantised forms are to be added here."""
+FORMS: dict[str | None, tuple[Piece, ...]] = {
+    None: (Piece("weight", None, ("o", "i")),),
+    "fp8": (
+        Piece("weight", "F8_E4M3", ("o", "i")),
+        Piece("weight_scale_inv", None, ("o/b", "i/b"), "scale"),
+    ),
+    "awq": (
+        Piece("qweight", "I32", ("i", "o/w")),
+        Piece("qzeros", "I32", ("i/g", "o/w")),
+        Piece("scales", "F16", ("i/g", "o"), "scale"),
+    ),
+    "gptq": (
+        Piece("qweight", "I32", ("i/w", "o")),
+        Piece("qzeros", "I32", ("i/g", "o/w")),
+        Piece("scales", "F16", ("i/g", "o"), "scale"),
+        Piece("g_idx", "I32", ("i",), "g_idx"),
+    ),
+    "compressed-tensors": (
+        Piece("weight_packed", "I32", ("o", "i/w")),
+        Piece("weight_scale", None, ("o", "i/g"), "scale"),
+        Piece("weight_shape", "I64", ("2",), "weight_shape"),
+    ),
+    "modelopt": (
+        Piece("weight", "U8", ("o", "i/2")),
+        Piece("weight_scale", "F8_E4M3", ("o", "i/g"), "scale"),
+        Piece("weight_scale_2", "F32", (), "shared"),
+        Piece("input_scale", "F32", (), "shared"),
+    ),
+}
+"""How a Linear is stored, by `quant_method`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """What a config declares of its quantisation."""
+
+    method: str | None = None
+    bits: int = 4
+    group: int = 128
+    block: tuple[int, int] = (128, 128)
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: Config, beside: Config | None) -> Quantised:
+        """Read config.json, and hf_quant_config.json beside it; ValueError for what is not known here."""
+        says = config.get("quantization_config") or (beside or {}).get("quantization")
+        if not says:
+            return cls()
+        method = says.get("quant_method") or ("modelopt" if says.get("quant_algo") == "NVFP4" else None)
+        kind = says.get("format", "pack-quantized")
+        if (
+            method is None
+            or method not in FORMS
+            or kind != "pack-quantized"
+            or says.get("quant_algo", "NVFP4") != "NVFP4"
+        ):
+            message = f"quant_method {method or says.get('quant_algo')} ({kind}) is not known here"
+            raise ValueError(message)
+        weights = says.get("config_groups", {}).get("group_0", {}).get("weights", {})
+        rows, columns = says.get("weight_block_size") or (128, 128)
+        ignored = [says.get(key) or () for key in ("ignore", "modules_to_not_convert", "exclude_modules")]
+        return cls(
+            method,
+            says.get("bits") or weights.get("num_bits") or 4,
+            says.get("group_size") or weights.get("group_size") or 128,
+            (rows, columns),
+            tuple(name for names in ignored for name in names),
+        )
+
+    def ignores(self, module: str) -> bool:
+        """Routers are never quantised, whether the config says so or not."""
+        names = self.ignored
+        return module.endswith(".mlp.gate") or any(module == name or fnmatchcase(module, name) for name in names)
+
+    def length(self, axis: Axis, out: int, inner: int) -> int:
+        """How long an axis of a Linear [out, in] is."""
+        if axis == "2":
+            return 2
+        whole, block = (out, self.block[0]) if axis[0] == "o" else (inner, self.block[1])
+        per = {"": 1, "/w": 32 // self.bits, "/2": 2, "/b": block, "/g": self.group}[axis[1:]]
+        return -(-whole // per)
+
+    def scaled(self, scale: int) -> Quantised:
+        """Groups and blocks as much smaller as widths are, but no smaller than 8; NVFP4 has 16 in hardware."""
+        group = self.group if self.method == "modelopt" else max(8, self.group // scale)
+        rows, columns = (max(8, size // scale) for size in self.block)
+        return replace(self, group=group, block=(rows, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +396,7 @@ class Model:
     dtype: str
     prefix: str
     lm_head: bool
+    quantised: Quantised = Quantised()
 
     @property
     def head_dim(self) -> int:
@@ -238,11 +406,11 @@ class Model:
 
     def linear(self, name: str, out: int, inner: int, *, bias: bool = False) -> Iterator[Tensor]:
         """The tensors of one Linear."""
-        method = (self.config.get("quantization_config") or {}).get("quant_method")
-        if method not in FORMS:
-            message = f"quant_method {method} is not known here"
-            raise ValueError(message)
-        yield from FORMS[method](name, out, inner, self.dtype)
+        how = self.quantised
+        for piece in FORMS[None if how.ignores(name) else how.method]:
+            shape = tuple(how.length(axis, out, inner) for axis in piece.axes)
+            dtype = piece.dtype or self.dtype
+            yield Tensor(f"{name}.{piece.suffix}", dtype, shape, piece.fill, (out, inner), how.group)
         if bias:
             yield Tensor(f"{name}.bias", self.dtype, (out,))
 
@@ -311,13 +479,18 @@ class Model:
         return (layer + 1) % int(self.config.get("decoder_sparse_step") or 1) == 0
 
 
-def scaled(config: Config, scale: int) -> Config:
-    """Widths divided by `scale`, counts (layers, heads, experts) kept; whole multiples of 8 where that is possible."""
+def scaled(config: Config, scale: int, quantised: Quantised) -> Config:
+    """Widths divided by `scale`, counts (layers, heads, experts) kept; whole multiples of 8 where that is possible.
+
+    Of quantised models, multiples of a small group and block, which the declaration then names.
+    """
     if scale == 1:
         return config
+    small_form = quantised.scaled(scale)
+    unit = 8 if quantised.method is None else max(16, small_form.group, *small_form.block)
 
     def smaller(width: int) -> int:
-        return max(8, width // scale // 8 * 8)
+        return max(unit, width // scale // unit * unit)
 
     family, small = family_of(config), dict(config)
     heads = config["num_attention_heads"]
@@ -330,7 +503,33 @@ def scaled(config: Config, scale: int) -> Config:
     for key in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
         if config.get(key):
             small[key] = smaller(config[key])
+    if config.get("quantization_config"):
+        small["quantization_config"] = redeclared(config["quantization_config"], small_form)
     return small
+
+
+def redeclared(says: Config, quantised: Quantised) -> Config:
+    """The declaration with other groups and blocks."""
+    changed: Config = {}
+    for key, value in says.items():
+        if key == "group_size":
+            changed[key] = quantised.group
+        elif key == "weight_block_size":
+            changed[key] = list(quantised.block)
+        else:
+            changed[key] = redeclared(value, quantised) if isinstance(value, dict) else value
+    return changed
+
+
+def declaration(config: Config, kind: str, prefix: str) -> tuple[Config, Config | None]:
+    """The config, and hf_quant_config.json beside it, of a model quantised as `--quantise` says."""
+    how, family = DECLARED[kind], family_of(config)
+    model = Model(config, family, "BF16", prefix, lm_head=True)
+    routers = sorted(f"{prefix}layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"]) if model.is_sparse(i))
+    says = how.says | ({how.ignore_key: [*routers, "lm_head"]} if how.ignore_key else {})
+    if how.beside:
+        return config, {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": says}
+    return config | {"quantization_config": says}, None
 
 
 # ------------------------------------------------------------------------------------------------------------ values
@@ -353,7 +552,10 @@ class Values:
         unsigned = np.dtype(f"<u{kind.itemsize}")
         rng = np.random.Generator(np.random.PCG64([seed, kind.rank]))
         noise = np.frombuffer(rng.bytes(self.POOL * kind.itemsize), unsigned)
-        if fill == "bits":
+        if dtype == "F8_E4M3" and fill == "random":  # below 2, so that none is NaN
+            base = np.frombuffer(rng.bytes(self.POOL), unsigned) & 0xBF
+            noise = noise & 0x87
+        elif fill == "bits" or dtype not in PLAIN_DTYPES:
             base = np.frombuffer(rng.bytes(self.POOL * kind.itemsize), unsigned)
         else:
             base = encoded(rng.standard_normal(self.POOL) * 0.0178, dtype)  # 0.02 after the noise
@@ -383,6 +585,28 @@ def encoded(numbers: np.ndarray[Any, np.dtype[np.float64]], dtype: str) -> np.nd
     return numbers.astype(f"<f{size}").view(f"<u{size}")
 
 
+def scales(rng: np.random.Generator, count: int, dtype: str) -> bytes:
+    """Positive, finite, never subnormal, of one order of magnitude."""
+    if dtype == "F8_E4M3":
+        return rng.integers(0x20, 0x40, count, np.uint8).tobytes()
+    return encoded(rng.uniform(0.001, 0.01, count), dtype).tobytes()
+
+
+def described(tensor: Tensor) -> bytes | None:
+    """The bytes of a tensor that describes a weight; None for any other."""
+    if tensor.fill == "weight_shape":
+        return np.array(tensor.linear, "<i8").tobytes()
+    if tensor.fill == "g_idx":
+        return (np.arange(tensor.linear[1]) // tensor.group_size).astype("<i4").tobytes()
+    return None
+
+
+def fused_name(name: str) -> str:
+    """The name with the projection into which engines fuse it."""
+    name = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+    return re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name)
+
+
 class Filler:
     """Gives every tensor its bytes, by its place in the save order, whatever file it lies in."""
 
@@ -390,6 +614,7 @@ class Filler:
         self._fill, self._seed = fill, seed
         self._pools: dict[str, Values] = {}
         self._first: dict[str, int] = {}
+        self._shared: dict[str, int] = {}
         block = 0
         for tensor in tensors:
             self._first[tensor.name] = block
@@ -397,14 +622,23 @@ class Filler:
         if block > Values.POOL:
             message = f"{block} blocks of values, but only {Values.POOL} differ"
             raise ValueError(message)
+        for tensor in tensors:
+            if tensor.fill == "shared":
+                self._first[tensor.name] = self._shared.setdefault(fused_name(tensor.name), self._first[tensor.name])
         if tied and tensors[-1].name == "lm_head.weight":
             self._first["lm_head.weight"] = self._first[tensors[0].name]
 
     def data(self, tensor: Tensor) -> Iterator[bytes | memoryview]:
         """The bytes of one tensor, in pieces."""
-        if self._fill == "zero":
+        if (description := described(tensor)) is not None:
+            yield description
+        elif self._fill == "zero":
             for done in range(0, tensor.size, 1 << 20):
                 yield bytes(min(1 << 20, tensor.size - done))
+        elif tensor.fill in {"scale", "shared"}:
+            rng = np.random.Generator(np.random.PCG64([self._seed, 2, self._first[tensor.name]]))
+            for done in range(0, math.prod(tensor.shape), Values.BLOCK):
+                yield scales(rng, min(Values.BLOCK, math.prod(tensor.shape) - done), tensor.dtype)
         elif self._fill == "random" and tensor.name.endswith("norm.weight"):  # around 1, as RMSNorm's are
             rng = np.random.Generator(np.random.PCG64([self._seed, 1, self._first[tensor.name]]))
             yield encoded(rng.standard_normal(tensor.shape) * 0.05 + 1, tensor.dtype).tobytes()
@@ -462,6 +696,12 @@ def write_shard(path: Path, tensors: Sequence[Tensor], filler: Filler | None) ->
         file.write(head)
         if filler is None:
             file.truncate(size)
+            at = len(head)
+            for tensor in ordered:
+                if (description := described(tensor)) is not None:
+                    file.seek(at)
+                    file.write(description)
+                at += tensor.size
             return size
         for tensor in ordered:
             for piece in filler.data(tensor):
@@ -533,7 +773,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("out", type=Path, metavar="OUT")
     made.add_argument("--scale", type=positive, default=1, metavar="N", help="divide the widths by N; counts stay")
     made.add_argument("--layers", type=positive, metavar="N", help="fewer or more layers")
-    made.add_argument("--dtype", choices=sorted(DTYPES))
+    made.add_argument("--dtype", choices=PLAIN_DTYPES)
+    made.add_argument("--quantise", choices=sorted(DECLARED), help="declare and store it so")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--fill", choices=["random", "bits", "zero"], default="random", help="bits: any bit pattern")
     made.add_argument("--sparse", action="store_true", help="files with holes instead of values")
@@ -544,19 +785,23 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def read_source(source: str) -> tuple[Config, str, Release | None]:
-    """The config, its text, and the release that it is, if it is one."""
+def read_source(source: str) -> tuple[Config, str, Config | None, Release | None]:
+    """The config, its text, what lies beside it in hf_quant_config.json, and the release that it is, if it is one."""
     if source in RELEASES:
         release = RELEASES[source]
-        return release.config(), json.dumps(release.config(), indent=2) + "\n" * release.final_newline, release
+        text = json.dumps(release.config(), indent=2) + "\n" * release.final_newline
+        beside = declaration(release.config(), release.quantised, release.prefix)[1] if release.quantised else None
+        return release.config(), text, beside, release
     text = Path(source).read_text(encoding="utf-8")
     config: Config = json.loads(text)
-    return config, text, next((release for release in RELEASES.values() if release.config() == config), None)
+    at = Path(source).parent / HF_QUANT_CONFIG
+    beside = json.loads(at.read_text(encoding="utf-8")) if at.exists() else None
+    return config, text, beside, next((release for release in RELEASES.values() if release.config() == config), None)
 
 
 def wanted_config(config: Config, options: argparse.Namespace) -> tuple[Config, str]:
     """The config at full size with the options applied, and the dtype."""
-    torch_names = {kind.torch_name: dtype for dtype, kind in DTYPES.items()}
+    torch_names = {DTYPES[dtype].torch_name: dtype for dtype in PLAIN_DTYPES}
     key = "dtype" if "dtype" in config else "torch_dtype"
     dtype = options.dtype or torch_names.get(config.get(key) or "bfloat16")
     if dtype is None:
@@ -574,9 +819,9 @@ def wanted_config(config: Config, options: argparse.Namespace) -> tuple[Config, 
 
 def make(options: argparse.Namespace) -> dict[str, object]:
     """Write the checkpoint and describe it."""
-    published, original, release = read_source(options.source)
+    published, original, beside, release = read_source(options.source)
     full, dtype = wanted_config(published, options)
-    family, config = family_of(full), scaled(full, options.scale)
+    family = family_of(full)
     tied = bool(full.get("tie_word_embeddings", family.default_tied))
     lm_head = options.lm_head == "yes"
     if options.lm_head == "auto":
@@ -584,8 +829,13 @@ def make(options: argparse.Namespace) -> dict[str, object]:
     prefix = options.prefix
     if prefix is None:
         prefix = release.prefix if release else "model."
-    full_size = list(Model(full, family, dtype, prefix, lm_head).tensors())
-    tensors = list(Model(config, family, dtype, prefix, lm_head).tensors())
+    if options.quantise:
+        full, beside = declaration(full, options.quantise, prefix)
+    quantised = Quantised.of(full, beside)
+    config = scaled(full, options.scale, quantised)
+    full_size = list(Model(full, family, dtype, prefix, lm_head, quantised).tensors())
+    small = quantised.scaled(options.scale) if options.scale > 1 else quantised
+    tensors = list(Model(config, family, dtype, prefix, lm_head, small).tensors())
     groups = shards(full_size, options.max_shard_size)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     if len(groups) == 1:
@@ -599,6 +849,8 @@ def make(options: argparse.Namespace) -> dict[str, object]:
     text = json.dumps(config, indent=2) + "\n"
     if config == published:
         text = original
+    if beside is not None:
+        (options.out / HF_QUANT_CONFIG).write_text(json.dumps(beside, indent=4), encoding="utf-8")
     for name, content in (side_files(config) | {"config.json": text}).items():
         (options.out / name).write_text(content, encoding="utf-8")
     if len(files) > 1:

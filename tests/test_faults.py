@@ -65,7 +65,7 @@ def test_a_signal_is_never_taken_for_a_source_that_is_gone(tmp_path: Path, monke
     read: Callable[[Checkpoint], ModelConfig] = vars(Checkpoint)["config"].func
 
     def stopped(checkpoint: Checkpoint) -> ModelConfig:
-        if checkpoint.files.root.name == "src":
+        if checkpoint.folder.name == "src":
             raise Interrupted(signal.SIGTERM)
         return read(checkpoint)
 

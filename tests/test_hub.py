@@ -25,7 +25,7 @@ from hub_server import HubServer, Ills, wait_until
 
 from fusecheck.errors import SystemFailure, UsageError
 from fusecheck.hub import Source, cached, check_shard_size, resolve, shard_groups
-from fusecheck.manifest import Provenance
+from fusecheck.provenance import Provenance
 
 SPEC = Spec(files=3, side_files=("tokenizer.json", "LICENSE", "1_Pooling/config.json"), left_out=("onnx.onnx",))
 SMALL = Spec(num_hidden_layers=1, side_files=("tokenizer.json",))
@@ -36,7 +36,7 @@ import json, resource, sys, time
 from pathlib import Path
 from fusecheck.errors import FusecheckError
 from fusecheck.hub import cached, resolve
-from fusecheck.manifest import Provenance
+from fusecheck.provenance import Provenance
 
 time.sleep = lambda seconds: None
 for line in sys.stdin:

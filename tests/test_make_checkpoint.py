@@ -17,6 +17,8 @@ import pytest
 import safetensors
 from checkpoints import INDEX, PACKINGS, as_float64, canonical_order, read_checkpoint, read_header, serialized
 
+import fusecheck
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -210,6 +212,82 @@ def test_other_families_by_config(tmp_path: Path) -> None:
     assert moe["model.layers.0.mlp.down_proj.weight"] == (8, 12)
 
 
+NVFP4_INDEX = "8825c2d3c1c8670a"
+"""Begins the sha256 of an index made independently of this script, from the release's config.json."""
+
+QUANTISED = [
+    ("fp8", {"weight": "F8_E4M3", "weight_scale_inv": "BF16"}),
+    ("awq", {"qweight": "I32", "qzeros": "I32", "scales": "F16"}),
+    ("gptq", {"qweight": "I32", "qzeros": "I32", "scales": "F16", "g_idx": "I32"}),
+    ("compressed-tensors", {"weight_packed": "I32", "weight_scale": "BF16", "weight_shape": "I64"}),
+    ("nvfp4", {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32", "input_scale": "F32"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "suffixes"), QUANTISED)
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_every_quantised_layout_fuses_and_verifies(
+    tmp_path: Path, name: str, kind: str, suffixes: dict[str, str]
+) -> None:
+    dense = name == "Qwen3-8B"
+    small = ("--scale=16", "--layers=2") if dense else ("--scale=32", "--layers=1")
+    folder = make(tmp_path / "source", name, f"--quantise={kind}", *small)
+    content = read_checkpoint(folder)
+    stored = {tensor: suffix for tensor in content for at, _, suffix in [tensor.partition("q_proj.")] if suffix}
+    assert {suffix: content[tensor][0] for tensor, suffix in stored.items()} == suffixes
+    assert content["lm_head.weight"][0] == "BF16"
+    if not dense and kind == "gptq":  # routers have no place in its declaration
+        return
+    report = fusecheck.inspect(folder)
+    assert (report.would_fuse, report.reason) == (True, None)
+    planned = fusecheck.fuse(folder, tmp_path / "out", dry_run=True)
+    made = fusecheck.fuse(folder, tmp_path / "out")
+    assert planned.fused == made.fused == report.split_groups == len(suffixes) * (4 if dense else 129)
+    found = fusecheck.verify(tmp_path / "out", device="cpu")
+    assert found.verdict == "equal"
+
+
+def test_scales_are_finite_and_scalars_shared(tmp_path: Path) -> None:
+    for fill in ("random", "bits"):
+        folder = make(tmp_path / fill, "Qwen3-8B", "--quantise=nvfp4", "--scale=16", "--layers=2", f"--fill={fill}")
+        content = read_checkpoint(folder)
+        scalars = {name: np.frombuffer(t[2], "<f4")[0] for name, t in content.items() if t[1] == ()}
+        assert all(0.001 <= value <= 0.01 for value in scalars.values())
+        at = "model.layers.0.self_attn."
+        assert len({scalars[f"{at}{part}_proj.input_scale"] for part in "qkv"}) == 1
+        assert len(set(scalars.values())) == 2 * 2 * 4  # layers x scalars x (qkv, o, gate_up, down)
+        bytes_of_scales = b"".join(data for name, (_, _, data) in content.items() if name.endswith("weight_scale"))
+        assert 0x20 <= min(bytes_of_scales) <= max(bytes_of_scales) < 0x40
+
+
+def test_float8_weights_are_no_nan(tmp_path: Path) -> None:
+    content = read_checkpoint(make(tmp_path / "out", "Qwen3-8B", "--quantise=fp8", "--scale=16", "--layers=1"))
+    weights = b"".join(data for dtype, _, data in content.values() if dtype == "F8_E4M3")
+    assert {byte & 0x40 for byte in weights} == {0}
+    assert len(set(weights)) == 128
+
+
+def test_descriptions_describe_in_sparse_files_too(tmp_path: Path) -> None:
+    for kind, suffix in (("compressed-tensors", "weight_shape"), ("gptq", "g_idx")):
+        content = read_checkpoint(
+            make(tmp_path / kind, "Qwen3-8B", f"--quantise={kind}", "--scale=16", "--layers=1", "--sparse")
+        )
+        data = content[f"model.layers.0.self_attn.q_proj.{suffix}"][2]
+        wanted = np.array([32 * 8, 256], "<i8") if suffix == "weight_shape" else (np.arange(256) // 8).astype("<i4")
+        assert data == wanted.tobytes()
+
+
+def test_the_largest_published_number_of_tensors(tmp_path: Path) -> None:
+    folder = make(tmp_path / "out", "Qwen3-235B-A22B-NVFP4", "--sparse")
+    index = (folder / INDEX).read_bytes()
+    assert hashlib.sha256(index).hexdigest().startswith(NVFP4_INDEX)
+    assert len(json.loads(index)["weight_map"]) == 146_361
+    assert len(list(folder.glob("*.safetensors"))) == 34
+    excluded = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
+    assert len(excluded) == 95
+    assert excluded[2] == "model.layers.10.mlp.gate"
+
+
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
@@ -224,6 +302,7 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["Qwen3-0.6B", "--quantise=much"], "invalid choice"),
         (["absent.json"], "No such file"),
         (["Qwen3-0.6B", "--scale=0"], "at least 1"),
         (["Qwen3-0.6B", "--max-shard-size=much"], "no size"),

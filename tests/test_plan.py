@@ -31,7 +31,7 @@ from fusecheck.manifest import (
     Manifest,
     OutputFile,
     PartEntry,
-    Provenance,
+    RanksEntry,
     SourceShard,
     TensorEntry,
     from_text,
@@ -55,6 +55,7 @@ from fusecheck.plan import (
     shard_name,
     strip_bytes,
 )
+from fusecheck.provenance import Provenance
 
 METADATA = {"format": "pt", "k": "\u03ba"}
 
@@ -261,7 +262,7 @@ def test_files_and_digests_are_what_the_plan_says(
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr("fusecheck.execute.BLOCK_BYTES", block)
+        patch.setattr("fusecheck.gather.BLOCK_BYTES", block)
         written = execute(files, Memory(sources), Path(place), threads=threads, on_bytes=told.append)
         for file, digests in zip(files, written, strict=True):
             wanted = [content_of(strip, sources) for strip in file.strips]
@@ -371,6 +372,17 @@ FIELDS: dict[str, st.SearchStrategy[object]] = {
     "side_files": named(st.builds(FileEntry, COUNTS, DIGESTS)),
     "metadata": st.dictionaries(TEXTS, TEXTS),
     "config_original": st.none() | TEXTS,
+    "ranks": st.none()
+    | st.builds(
+        RanksEntry,
+        TEXTS,
+        TEXTS,
+        st.integers(9, 1024),
+        st.lists(st.integers(0, 8), max_size=3).map(tuple),
+        st.dictionaries(TEXTS, TEXTS),
+        named(named(st.lists(DIGESTS, min_size=1, max_size=3).map(tuple))),
+        st.dictionaries(TEXTS, TEXTS),
+    ),
 }
 MANIFESTS = st.builds(Manifest, **{field.name: FIELDS[field.name] for field in fields(Manifest)})
 SMALL = Manifest(

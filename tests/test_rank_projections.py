@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Spec, write_checkpoint
+from memory_store import MemorySource
 from quantised import checkpoint
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -21,9 +22,11 @@ from test_numeric import draw, seeded
 
 from fusecheck import fuse, verify
 from fusecheck.bounds import Arithmetic
+from fusecheck.checkpoint import Checkpoint, open_checkpoint, open_stored
 from fusecheck.html.verify import verify_html
 from fusecheck.numeric import Projection, numeric
 from fusecheck.operations.verify import VerifyReport
+from fusecheck.rank_projections import check_rank_projections
 from fusecheck.render.verify import verify_table
 from fusecheck.row_parallel import Piece, numeric_sum, probe_ranks
 from fusecheck.verdicts import Place, ProjectionCheck, Verdict, fold
@@ -123,6 +126,27 @@ def test_families_from_every_form(tmp_path: Path, kind: str, family: str, size: 
         assert sum(".w2_weight[" in check.tensor for check in every.projections) == 6
     weights = {check.weights for check in report.projections}
     assert weights == ({"stored"} if kind == "plain" else {"dequantised to float32 (fp8)"})
+
+
+@pytest.mark.parametrize("form", ["split", "fused", "stacked"])
+def test_a_store_is_read_as_a_folder(tmp_path: Path, form: str) -> None:
+    """A source whose experts are stacked too: one expert's rows of it, from a few bytes on."""
+    made = checkpoint("plain", "qwen3_moe", layers=1).write(tmp_path / "in")
+    sources = {"split": made, "fused": tmp_path / "fused", "stacked": tmp_path / "stacked"}
+    if form != "split":
+        fuse(made, sources[form], experts="stacked" if form == "stacked" else "per-expert")
+    fuse(made, tmp_path / "out", target=TARGET, tp=2)
+    found = []
+    for opener in (open_checkpoint, stored):
+        with opener(tmp_path / "out", ranked=True) as out, opener(sources[form]) as source:
+            checks = check_rank_projections(out, source, None, (0,), CPU, 0)
+        assert {verdicts(check) for check in checks.projections} == {("pass", "pass", "pass")}
+        found.append(checks)
+    assert found[0] == found[1]
+
+
+def stored(folder: Path, *, ranked: bool = False) -> Checkpoint:
+    return open_stored(MemorySource.of(folder), "s3://bucket/prefix", ranked=ranked)
 
 
 def test_a_few_ranks_alone_are_probed_but_not_summed(tmp_path: Path) -> None:

@@ -361,6 +361,17 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, object]) 
         fuse(tmp_path / "in", tmp_path / "out", **options)  # type: ignore[arg-type]
 
 
+def test_weights_that_are_younger_than_the_output_are_looked_at(tmp_path: Path) -> None:
+    out = cut(tmp_path, size=4)
+    path = tmp_path / "in" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data)
+    assert fuse(tmp_path / "in", out, target=TARGET, tp=4).verdict == "already_done"
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(UsageError, match="not empty"):
+        fuse(tmp_path / "in", out, target=TARGET, tp=4)
+
+
 def test_a_folder_that_is_cut_is_told_as_such(tmp_path: Path) -> None:
     out = cut(tmp_path, size=4)
     with pytest.raises(UnsupportedCheckpoint, match="cut for tensor parallelism already"):

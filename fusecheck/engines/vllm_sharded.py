@@ -118,6 +118,9 @@ VLLM = ShardedLayout(
     o_proj_bias=frozenset({"llama"}),
 )
 
+MAX_TP = 1024
+"""Beyond any machine that there is; a number that is mistyped, or forged, makes no million files."""
+
 LAYOUTS = {"vllm-sharded": VLLM}
 """`--target` -> layout."""
 

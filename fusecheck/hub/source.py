@@ -12,7 +12,7 @@ from pathlib import Path
 from fusecheck.errors import SystemFailure, UsageError
 from fusecheck.hub.download import download
 from fusecheck.hub.patterns import SPARED, UNREAD
-from fusecheck.manifest import Provenance
+from fusecheck.provenance import Provenance
 from fusecheck.reader import Progress
 
 _REPO_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)

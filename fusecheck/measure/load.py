@@ -109,7 +109,7 @@ def _modules(out: Checkpoint, names: Iterable[str], device: torch.device) -> dic
 def _fill(checkpoint: Checkpoint, entries: Sequence[_Entry], modules: Mapping[str, LinearBase]) -> None:
     with ExitStack() as stack:
         files = {
-            shard: stack.enter_context(safe_open(checkpoint.files.root / shard, framework="pt"))
+            shard: stack.enter_context(safe_open(checkpoint.folder / shard, framework="pt"))
             for shard in dict.fromkeys(shard for _, shard, _, _ in entries)
         }
         for name, shard, parameter, shard_id in entries:

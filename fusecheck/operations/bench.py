@@ -124,7 +124,7 @@ def _report(
     return BenchReport(
         verdict="measured",
         out=str(out),
-        source=str(source.files.root) if source is not None else None,
+        source=source.files.place if source is not None else None,
         layer=layer,
         seed=seed,
         device=about.name,
@@ -224,9 +224,7 @@ def _projections(
     prefix = f"{prefix}layers.{layer}."
     packings = [packing for packing in PACKINGS if f"{prefix}{packing.fused}.weight" in out.tensors]
     if not packings:
-        raise UsageError(
-            "this layer has no fused projection to measure", file=str(out.files.root), found=f"layer {layer}"
-        )
+        raise UsageError("this layer has no fused projection to measure", file=out.files.place, found=f"layer {layer}")
     steps.total = len(packings) * len(CASES) * len(modes_of(device)) + LOAD_ROUNDS
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # events and graphs go there
     with current:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from fusecheck.checkpoint import open_checkpoint
+from fusecheck.collector import collector_paused
 from fusecheck.errors import UsageError
+from fusecheck.finishing import finish
 from fusecheck.header import MAX_HEADER_BYTES
-from fusecheck.hub import Source, check_shard_size, resolve
 from fusecheck.job import Job, Options, Outcome, carry_out, compare_heads, decide, produce, stands_at
+from fusecheck.ledger import judge
 from fusecheck.mapping import Experts
 from fusecheck.model import LeftSplit
+from fusecheck.origin import Origin, Reading, Traffic, open_origin
+from fusecheck.parts import opened_target, run_objects
 from fusecheck.reader import Progress
 from fusecheck.sidefiles import LeftOut
+from fusecheck.stores import Target as StoreTarget
+from fusecheck.stores import is_remote
 from fusecheck.target import Target, TargetOccupied, check_target
+from fusecheck.work import checked_options, planned_work, reader_of
 
 DEFAULT_THREADS = 2
 
@@ -48,6 +55,8 @@ class FuseReport:
     tp: int | None = None
     ranks: tuple[int, ...] = ()
     """Those whose files were written, with a target."""
+    traffic: Traffic | None = None
+    """What was asked of the source's store; None for a folder."""
 
 
 def fuse(
@@ -68,50 +77,98 @@ def fuse(
     follow_links: bool = False,
     max_header_bytes: int = MAX_HEADER_BYTES,
     threads: int = DEFAULT_THREADS,
+    allow_unconditional: bool = False,
     on_progress: Progress | None = None,
     on_download: Progress | None = None,
 ) -> FuseReport:
-    """Write the fused form of the checkpoint `source`, a folder or a hub id, to the folder `out`.
+    """Write the fused form of the checkpoint `source`, a folder, a hub id or a URL, to `out`, a folder or a bucket's URL.
 
-    OUT appears complete and durable, or not at all. With a `target`, files for `tp` ranks of an engine are written instead,
-    or for those `ranks` ("0,1") alone. Raises UsageError (exit 2), CheckpointError (3), SystemFailure (4).
+    A folder appears complete and durable, or not at all; in a bucket nothing counts before the manifest, which comes last.
+    With a `target`, files for `tp` ranks of an engine are written instead, or for those `ranks` ("0,1") alone.
+    Raises UsageError (exit 2), CheckpointError (3), SystemFailure (4).
     """
-    options = Options(max_shard_size, checksums, drop_tied_lm_head, keep_split, experts, target, tp, ranks)
-    _ = options.wanted_ranks
-    if experts not in get_args(Experts):
-        raise UsageError("--experts has no such form", found=experts, wanted=", ".join(get_args(Experts)))
-    if max_shard_size is not None:
-        check_shard_size(max_shard_size)
-    place = Path(out) if os.fspath(out) else Path()
+    options = checked_options(
+        Options(max_shard_size, checksums, drop_tied_lm_head, keep_split, experts, target, tp, ranks)
+    )
+    reading = Reading(follow_links, max_header_bytes)
+    opening = partial(open_origin, os.fspath(source), reading=reading, revision=revision, on_download=on_download)
+    if not is_remote(os.fspath(out)):
+        return _to_folder(
+            opening, os.fspath(out), options, dry_run=dry_run, force=force, threads=threads, on_progress=on_progress
+        )
+    if force:
+        raise UsageError("--force is for a folder: a store exchanges nothing in one step", file=os.fspath(out))
+    with opened_target(os.fspath(out), allow_unconditional=allow_unconditional) as store:
+        return _to_store(opening, os.fspath(out), store, options, reading, dry_run=dry_run, on_progress=on_progress)
+
+
+def _to_folder(
+    opening: Callable[[], Origin],
+    out: str,
+    options: Options,
+    *,
+    dry_run: bool,
+    force: bool,
+    threads: int,
+    on_progress: Progress | None,
+) -> FuseReport:
+    place = Path(out) if out else Path()
     with suppress(TargetOccupied):  # before a download of hours; whether it is this very result is seen below
         check_target(place, None, force=force)
-    found = resolve(os.fspath(source), revision=revision, on_progress=on_download)
-    with open_checkpoint(found.folder, follow_links=follow_links, max_header_bytes=max_header_bytes) as checkpoint:
-        job = decide(checkpoint, options)
+    origin = opening()
+    with origin.checkpoint as checkpoint:
+        with collector_paused():
+            job = decide(checkpoint, options)
 
         def write(target: Target, folder: Path) -> Iterable[str]:
-            provenance = found.provenance(target.path)
-            return compare_heads(job, carry_out(job, folder, provenance, threads=threads, on_progress=on_progress))
+            provenance = origin.provenance(str(target.path))
+            with reader_of(origin, job.files) as reader:
+                manifest = carry_out(job, reader, folder, provenance, threads=threads, on_progress=on_progress)
+            return compare_heads(job, manifest)
 
         outcome = produce(
             place,
-            found.folder,
+            None if origin.folder is None else origin.folder.folder,
             size=job.size,
             force=force,
             dry_run=dry_run,
             write=write,
-            stands=lambda: stands_at(place, job),
+            stands=lambda: stands_at(place, job) and origin.is_of(place),
         )
-        return _report(outcome, found, place, job)
+        return _report(outcome, origin, str(place), job)
 
 
-def _report(outcome: Outcome, source: Source, out: Path, job: Job) -> FuseReport:
+def _to_store(
+    opening: Callable[[], Origin],
+    out: str,
+    target: StoreTarget,
+    options: Options,
+    reading: Reading,
+    *,
+    dry_run: bool,
+    on_progress: Progress | None,
+) -> FuseReport:
+    """plan, run of all parts, finalize, in one process."""
+    if not dry_run:  # before a download of hours
+        target.check()
+    with planned_work(opening(), out, options, reading, alone=True) as work:
+        standing = judge(target, work.plan)
+        if dry_run:
+            outcome = Outcome("stands" if standing.committed else "would_write")
+        else:
+            run_objects(work, target, (0, 1), on_progress)
+            done = finish(work, target, None)
+            outcome = Outcome("stands" if done.already else "written", done.warnings)
+        return _report(outcome, work.origin, out, work.job)
+
+
+def _report(outcome: Outcome, origin: Origin, out: str, job: Job) -> FuseReport:
     written: Literal["fused", "copied"] = "fused" if job.model.split or job.ranks else "copied"
     verdicts: dict[str, Literal["already_done", "would_fuse"]] = {"stands": "already_done", "would_write": "would_fuse"}
     return FuseReport(
         verdict=verdicts.get(outcome.kind, written),
-        source=str(source.folder),
-        out=str(out),
+        source=origin.place if origin.folder is None else str(origin.folder.folder),
+        out=out,
         layers=job.checkpoint.config.num_hidden_layers,
         fused=len(job.model.split) if job.ranks is None else 0,
         already_fused=len(job.model.fused),
@@ -127,4 +184,5 @@ def _report(outcome: Outcome, source: Source, out: Path, job: Job) -> FuseReport
         target=job.options.target,
         tp=job.options.tp,
         ranks=job.ranks.numbers if job.ranks is not None else (),
+        traffic=None if origin.source is None else origin.traffic,
     )

@@ -11,7 +11,8 @@ from itertools import groupby
 from pathlib import Path
 
 from fusecheck.beside import declaration
-from fusecheck.checkpoint import Checkpoint, open_folder
+from fusecheck.checkpoint import Checkpoint, open_folder, open_stored
+from fusecheck.collector import collector_paused
 from fusecheck.config import CONFIG
 from fusecheck.engines.table import ENGINES, Engine, ranks_engines
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
@@ -21,8 +22,9 @@ from fusecheck.mapping import HEADS, OWN_KEY, PACKINGS, PREFIXES, Packing
 from fusecheck.model import survey
 from fusecheck.shards import cut_already
 from fusecheck.sidefiles import LeftOut
+from fusecheck.stores import is_remote, open_source
 
-_LAYER = re.compile(r"(.*?)layers\.(0|[1-9][0-9]{0,8})\.(.*)", re.ASCII | re.DOTALL)
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _WEIGHTS = ("weight", "qweight", "weight_packed")
 """What the weight of a projection is called, quantised or not."""
 
@@ -89,9 +91,18 @@ class InspectReport:
 
 
 def inspect(path: str | Path, *, follow_links: bool = False, max_header_bytes: int = MAX_HEADER_BYTES) -> InspectReport:
-    """Describe the checkpoint in `path`. Unsupported but sound is a report; malformed raises CheckpointError (exit 3)."""
-    folder = resolve(os.fspath(path)).folder
-    with open_folder(folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=True) as checkpoint:
+    """Describe the checkpoint at `path`, a folder, hub id or URL.
+
+    Unsupported but sound is a report; malformed raises CheckpointError (exit 3).
+    """
+    place = os.fspath(path)
+    if is_remote(place):
+        opened = open_stored(open_source(place), place, max_header_bytes=max_header_bytes, ranked=True)
+    else:
+        opened = open_folder(
+            resolve(place).folder, follow_links=follow_links, max_header_bytes=max_header_bytes, ranked=True
+        )
+    with opened as checkpoint, collector_paused():
         return _report(checkpoint, str(path))
 
 
@@ -121,7 +132,7 @@ def _report(checkpoint: Checkpoint, path: str) -> InspectReport:
         reason=reason,
         split_groups=len(groups) if reason is None else _count(layers, "split"),
         fused_tensors=fused if reason is None else _count(layers, "fused"),
-        straddling=tuple(g.fused for g in groups if len({part.tensor.shard for part in g.parts}) > 1),
+        straddling=tuple(g.fused for g in groups if len({tensor.shard for tensor in g.tensors}) > 1),
         layers=layers,
         tensors=len(checkpoint.tensors),
         bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
@@ -151,9 +162,10 @@ def _first_rank(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo], int |
 def _by_layer(tensors: Mapping[str, TensorInfo]) -> dict[int, list[tuple[str, TensorInfo]]]:
     layers: dict[int, list[tuple[str, TensorInfo]]] = {}
     for name, tensor in tensors.items():
-        match = _LAYER.fullmatch(name)
-        if match and match[1] in PREFIXES:
-            layers.setdefault(int(match[2]), []).append((match[3], tensor))
+        before, _, after = name.partition("layers.")
+        number, dot, path = after.partition(".")
+        if dot and before in PREFIXES and _NUMBER.fullmatch(number):
+            layers.setdefault(int(number), []).append((path, tensor))
     return layers
 
 

@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fusecheck import __version__, digest
+from fusecheck.ahead import read_ahead
 from fusecheck.beside import check_alone, check_config, check_side_files, notes
 from fusecheck.case import Case, open_source, read_out
+from fusecheck.case_store import files_at
 from fusecheck.checkpoint import Checkpoint
-from fusecheck.compare import compare_all
+from fusecheck.compare import compare_all, out_reads, source_reads
 from fusecheck.config import CONFIG
 from fusecheck.engines.vllm_sharded import VLLM
 from fusecheck.errors import SystemFailure, UsageError, shown
 from fusecheck.exact import Finding, Slice, pair
+from fusecheck.files import Files
+from fusecheck.listing import CheckpointFiles
 from fusecheck.manifest import Manifest
 from fusecheck.manifest_check import check_manifest, check_unopened, layout_wanted, slices_of
 from fusecheck.mapping import LAYOUT
 from fusecheck.ranks_check import check_ranks
 from fusecheck.reader import Progress
+from fusecheck.source_check import check_sha256
+from fusecheck.stores import is_remote
+from fusecheck.stores.windows import HELD
 from fusecheck.verdicts import ProjectionCheck
 
 if TYPE_CHECKING:
@@ -91,20 +98,26 @@ def verify(
     seed: int = 0,
     exact_only: bool = False,
     all_experts: bool = False,
+    check_source: bool = False,
     on_progress: Progress | None = None,
+    on_source: Progress | None = None,
 ) -> VerifyReport:
     """Prove that the fused checkpoint `out` holds its source's tensors, and say what was proved.
 
-    `exact_only` leaves out probe and numeric, and with them torch. A difference is a verdict, not an exception.
+    Either may be a folder or a URL. `exact_only` leaves out probe and numeric, and with them torch; `check_source` hashes
+    the source's whole files too, where its store names their SHA-256 (`on_source` hears how far).
+    A difference is a verdict, not an exception.
     UsageError (exit 2) where there is nothing to verify or to compare with, CheckpointError (3) where the source is
     malformed, SystemFailure (4) where the environment fails.
     """
-    case = Case(Path(out))
+    case = Case(os.fspath(out) if is_remote(os.fspath(out)) else str(Path(out)))
     with ExitStack() as stack:
         read_out(case, stack)
         open_source(case, None if source is None else os.fspath(source), stack)
         lab = _Lab() if exact_only else _prepare(case, tuple(layers), device)
         _exact(case, on_progress)
+        if check_source:
+            _check_source(case, on_source)
         projections = _project(case, lab, seed, all_experts=all_experts)
         for opened in (case.out, case.source):
             if opened is not None:
@@ -117,13 +130,37 @@ def _exact(case: Case, on_progress: Progress | None) -> None:
     out, manifest = case.out, case.manifest
     if out is not None:
         case.slices = _slices(case, out)
-        source = case.source.files if case.source is not None else None
-        case.findings += compare_all(case.slices, out.files, source, on_progress)
+        case.findings += _compared(case, out, on_progress)
         _check_folder(case, out)
         return
     case.notes.append("no tensor was compared: OUT does not open as a checkpoint")
     if manifest is not None:
-        case.findings += check_unopened(manifest, case.folder)
+        case.findings += check_unopened(manifest, _bare_files(case.place))
+
+
+def _check_source(case: Case, on_progress: Progress | None) -> None:
+    if case.source is None:
+        raise UsageError("--check-source without a source that is there", file=case.place, remedy="pass --source")
+    found, hashed, unknown = check_sha256(case.source, on_progress)
+    case.findings += found
+    if hashed and not found:
+        case.notes.append(f"{hashed} files of the source have the SHA-256 that its store names")
+    if unknown:
+        case.warnings.append(f"the SHA-256 of {unknown} files of the source is not known, so they were not checked")
+
+
+def _compared(case: Case, out: Checkpoint, on_progress: Progress | None) -> list[Finding]:
+    """One pass over OUT and its source; whichever lies in a store is read ahead."""
+    with ExitStack() as stack:
+        ours = stack.enter_context(read_ahead(out.files, out_reads(case.slices), held=HELD // 2))
+        theirs = None
+        if case.source is not None:
+            theirs = stack.enter_context(read_ahead(case.source.files, source_reads(case.slices), held=HELD // 2))
+        return compare_all(case.slices, ours, theirs, on_progress)
+
+
+def _bare_files(place: str) -> CheckpointFiles:
+    return files_at(place) if is_remote(place) else Files(Path(place))
 
 
 def _slices(case: Case, out: Checkpoint) -> list[Slice]:
@@ -253,8 +290,8 @@ def _conclude(case: Case, lab: _Lab, projections: tuple[ProjectionCheck, ...], s
     failed = any("fail" in seen for seen in verdicts.values())
     return VerifyReport(
         verdict="not_equal" if failed else "equal",
-        out=str(case.folder),
-        source=str(case.source.files.root) if case.source is not None else None,
+        out=case.place,
+        source=case.source.files.place if case.source is not None else None,
         proved=tuple(name for name, seen in verdicts.items() if "pass" in seen and "fail" not in seen),
         exact=exact,
         layers=lab.layers,

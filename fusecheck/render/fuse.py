@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fusecheck.errors import shown
+from fusecheck.render.jobs import traffic_line
 from fusecheck.render.words import files_line, left_out_lines
 
 if TYPE_CHECKING:
@@ -35,4 +36,6 @@ def fuse_lines(report: FuseReport, *, verbose: bool = False) -> Iterator[str]:
         + (f", {report.already_fused} of them fused before)" if report.already_fused else ")")
     )
     yield files_line(report)
+    if report.traffic is not None:
+        yield from traffic_line(report.traffic)
     yield from left_out_lines(report.left_out, verbose=verbose)

@@ -13,14 +13,18 @@ from fusecheck.engines.table import engines_line
 from fusecheck.errors import FusecheckError, printable
 from fusecheck.render.document import to_json
 from fusecheck.render.fuse import fuse_lines
+from fusecheck.render.jobs import finalize_lines, plan_line, run_lines
 from fusecheck.render.progress import Lines, Phase
 from fusecheck.render.streams import discard
 from fusecheck.render.unfuse import unfuse_lines
 
 if TYPE_CHECKING:
     from fusecheck.operations.bench import BenchReport
+    from fusecheck.operations.finalize import FinalizeReport
     from fusecheck.operations.fuse import FuseReport
     from fusecheck.operations.inspect import InspectReport
+    from fusecheck.operations.plan import PlanReport
+    from fusecheck.operations.run import RunReport
     from fusecheck.operations.unfuse import UnfuseReport
     from fusecheck.operations.verify import VerifyReport
     from fusecheck.render.terminal import PipeConsole
@@ -122,6 +126,30 @@ class Screen:
             return
         for line in () if self.quiet else unfuse_lines(report, verbose=self.verbose):
             self.result(line)
+
+    def plan(self, report: PlanReport) -> None:
+        """The plan on stdout, as it is to be stored; on stderr what it will take."""
+        self._warnings(report.warnings)
+        self.result(report.text.rstrip("\n"))
+        self.note(plan_line(report))
+
+    def run(self, report: RunReport, *, as_json: bool) -> None:
+        """What a part did."""
+        self._warnings(report.warnings)
+        for line in () if self.quiet or as_json else run_lines(report, verbose=self.verbose):
+            self.result(line)
+        if as_json:
+            self.result(to_json(report.verdict, report))
+
+    def finalize(self, report: FinalizeReport, *, as_json: bool) -> None:
+        """How a commit ended, and which engines load the output."""
+        self._warnings(report.warnings)
+        for line in () if self.quiet or as_json else finalize_lines(report):
+            self.result(line)
+        if as_json:
+            self.result(to_json(report.verdict, report))
+        if not self.quiet:
+            self._say("engines", engines_line(), "bold")
 
     def inspect(self, report: InspectReport) -> None:
         """What is there: a table of layers on stdout, what fuse would do, which engines load what."""

@@ -15,9 +15,9 @@ from pathlib import Path
 os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"})
 os.environ.update({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"})
 
-import torch  # noqa: E402
-from run_vllm import BEYOND, let_choose  # noqa: E402
-from torch import multiprocessing  # noqa: E402
+import torch
+from run_vllm import BEYOND, let_choose
+from torch import multiprocessing
 
 DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.float16: "F16"}
 

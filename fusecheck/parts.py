@@ -1,0 +1,113 @@
+"""The parts of a plan, each carried out by any process, on any node, in any order, as often as anybody likes.
+
+Nobody coordinates, and any process may die at any moment: what counts is what stands at OUT, by name, size and identity,
+beside a record of the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.lanes import OnBytes, lanes_of, send
+from fusecheck.ledger import Record, add_record, begin, check_mark, find_records, judge
+from fusecheck.planned import Plan
+from fusecheck.reader import Progress
+from fusecheck.shards import lane_name
+from fusecheck.stores import Target, is_remote, open_publisher
+from fusecheck.target import free_space
+from fusecheck.work import Work, reader_of
+
+
+@contextmanager
+def opened_target(out: str, digest: str = "", *, allow_unconditional: bool) -> Iterator[Target]:
+    """Where objects go; `digest` is the plan's."""
+    target = open_publisher(out, allow_unconditional=allow_unconditional, plan_digest=digest)
+    try:
+        yield target
+    finally:
+        target.close()
+
+
+def part_of(plan: Plan, part: int, parts: int) -> tuple[int, ...]:
+    """Numbers of the objects of part `part` (from 0) of `parts`: the largest first, each to whoever has least so far.
+
+    What is cut out of the same tensors stays together.
+    """
+    lanes: dict[str, list[int]] = {}
+    for number, item in enumerate(plan.objects):
+        lanes.setdefault(lane_name(item.name), []).append(number)
+    sized = [(sum(plan.objects[number].size for number in lane), lane) for lane in lanes.values()]
+    load, mine = [0] * parts, list[int]()
+    for size, lane in sorted(sized, key=lambda pair: (-pair[0], pair[1])):
+        least = load.index(min(load))
+        load[least] += size
+        mine += lane if least == part else []
+    return tuple(sorted(mine))
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone:
+    """What became of a part: names of objects written now, and of those that stood there."""
+
+    written: tuple[str, ...]
+    stood: tuple[str, ...]
+
+
+def run_objects(work: Work, target: Target, part: tuple[int, int], on_progress: Progress | None) -> PartDone:
+    """Write the objects of a part that do not stand there yet, a record after each."""
+    plan, job = work.plan, work.job
+    numbers = part_of(plan, *part)
+    standing = judge(target, plan)
+    begin(target, plan, standing)
+    good, _ = find_records(target, plan, numbers, standing.names)
+    left = [number for number in numbers if number not in good]
+    if left and standing.committed:
+        raise spoilt(plan, plan.objects[left[0]].name)
+    files = {job.shards[number].file.path: number for number in left}
+    size = sum(plan.objects[number].size for number in left)
+    _require_space(plan.out, size)
+    tell = counter(size, on_progress)
+    with reader_of(work.origin, [job.shards[number].file for number in left]) as reader:
+        for lane in lanes_of(job.shards[number].file for number in left):
+            check_mark(target, plan)
+            sent = send(lane, reader, target, tell, sha256=job.options.checksums)
+            job.checkpoint.files.check_unchanged()
+            for item in sent:
+                record = Record(plan.digest, item.file.path, item.stored, item.written, item.sha256, part)
+                add_record(target, files[item.file.path], record)
+    names = [plan.objects[number].name for number in numbers]
+    written = {plan.objects[number].name for number in left}
+    return PartDone(
+        tuple(name for name in names if name in written), tuple(name for name in names if name not in written)
+    )
+
+
+def _require_space(out: str, needed: int) -> None:
+    """Of a folder; other parts may want the same space, and then the write itself fails."""
+    found = None if is_remote(out) else free_space(Path(out))
+    if found is not None and found < needed:
+        raise SystemFailure("not enough free space", file=out, found=f"{found} bytes", wanted=f"{needed} bytes")
+
+
+def counter(total: int, on_progress: Progress | None) -> OnBytes:
+    """Bytes since the last call -> bytes so far, and in total."""
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        if on_progress is not None:
+            on_progress(done, total)
+
+    return count
+
+
+def spoilt(plan: Plan, name: str) -> UsageError:
+    """A result that was complete once."""
+    return UsageError(
+        "OUT was committed, and is no longer what was", file=plan.out, found=name, remedy="choose a fresh OUT"
+    )

@@ -1,0 +1,137 @@
+"""A bucket prefix as a source: listed once, and every byte asked for under the identity that the listing gave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fusecheck.errors import FusecheckError, SystemFailure, UsageError
+from fusecheck.reader import StoredFile
+from fusecheck.stores.address import Address
+from fusecheck.stores.bucket import connect, failure, told
+from fusecheck.stores.frozen import agreed, changed, stored
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import ObjectStore
+
+_CHUNK = 1 << 20
+"""Bytes that obstore hands over at a time."""
+_TRIES = 5
+"""Bodies that may end early one after the other without a single byte more."""
+
+
+class BucketSource:
+    """Reads by range with If-Match, and the version where the listing gives one. Safe from many threads."""
+
+    def __init__(self, address: Address, *, frozen: Mapping[str, StoredFile] | None = None) -> None:
+        self.requests = 0
+        self.retries = 0
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._store = connect(address)
+        self._files = agreed(list_bucket(self._store, str(address)), frozen)
+        if not self._files:
+            raise UsageError("there is nothing", file=str(address), remedy="check the bucket and the prefix")
+        untold = next((name for name, file in self._files.items() if "etag" not in file.identity), None)
+        if untold is not None:
+            raise SystemFailure("the store gives it no ETag, so that no change would show", file=untold)
+
+    def files(self) -> Mapping[str, StoredFile]:
+        """Every object, by its key below the prefix."""
+        return self._files
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`; a body that ends early is asked for again from where it ended."""
+        known = stored(self._files, file, offset, len(buffer))
+        done = failed = 0
+        while done < len(buffer):
+            result = self._get(file, known, offset + done, offset + len(buffer))
+            got, error = self._drain(result, buffer[done:])
+            failed = failed + 1 if not got else 0
+            done += got
+            with self._lock:
+                self.bytes_read += got
+                self.retries += done < len(buffer)
+            if done < len(buffer) and failed == _TRIES:
+                raise failure(error, file, "read") if error else SystemFailure("ends early each time", file=file)
+
+    def close(self) -> None:
+        """End every read; obstore closes its connections with the last use."""
+        self._closed.set()
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise SystemFailure("the source was closed while it was read")
+
+    def _get(self, file: str, known: StoredFile, start: int, stop: int) -> GetResult:
+        import obstore  # noqa: PLC0415 - an extra
+        from obstore.exceptions import PreconditionError  # noqa: PLC0415
+
+        options: GetOptions = {"range": (start, stop)}
+        if "etag" in known.identity:
+            options["if_match"] = known.identity["etag"]
+        if "version" in known.identity:
+            options["version"] = known.identity["version"]
+        self._check_open()
+        with self._lock:
+            self.requests += 1
+        with told(file, "read"):
+            try:
+                result = obstore.get(self._store, file, options=options)
+            except (PreconditionError, FileNotFoundError):
+                raise changed(file) from None
+        meta = result.meta  # some servers do not know If-Match
+        if meta["size"] != known.size or (meta["e_tag"] or "") != known.identity.get("etag", meta["e_tag"] or ""):
+            raise changed(file)
+        if result.range != (start, stop):
+            raise SystemFailure("the store gives other bytes than asked for", file=file, found=result.range)
+        return result
+
+    def _drain(self, result: GetResult, buffer: memoryview) -> tuple[int, Exception | None]:
+        """(bytes that came, what ended them early)."""
+        done = 0
+        try:
+            for chunk in result.stream(min_chunk_size=_CHUNK):
+                self._check_open()
+                part = memoryview(chunk)[: len(buffer) - done]
+                buffer[done : done + len(part)] = part
+                done += len(part)
+        except FusecheckError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in `told`
+            return done, error
+        return done, None
+
+
+def list_bucket(store: ObjectStore, where: str) -> dict[str, StoredFile]:
+    """Every object below the prefix, in order of the keys. UsageError for a key that no path can be."""
+    import obstore  # noqa: PLC0415 - an extra
+    from obstore.exceptions import InvalidPathError  # noqa: PLC0415
+
+    with told(where, "list"):
+        try:
+            found = {meta["path"]: meta for page in obstore.list(store, chunk_size=1000) for meta in page}
+        except InvalidPathError:
+            raise UsageError("holds a key that is no path", file=where, remedy="remove it, such as a//b") from None
+        names = sorted(name for name, meta in found.items() if name and (meta["size"] or not _is_marker(store, name)))
+    return {name: stored_object(found[name]) for name in names}
+
+
+def _is_marker(store: ObjectStore, name: str) -> bool:
+    """Whether an empty object is what consoles make of a folder: its key ends with a slash, which obstore cuts off."""
+    import obstore  # noqa: PLC0415 - an extra
+
+    try:
+        obstore.head(store, name)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def stored_object(meta: ObjectMeta) -> StoredFile:
+    """Size, ETag and version (S3 lists none; "null" is what it says where there are none)."""
+    identity = {"etag": meta["e_tag"], "version": meta["version"] if meta["version"] != "null" else None}
+    return StoredFile(meta["size"], {key: value for key, value in identity.items() if value})

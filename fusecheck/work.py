@@ -1,0 +1,151 @@
+"""SRC, OUT and options -> everything decided, and the plan that says so; a plan -> the same again, or a refusal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import fusecheck
+from fusecheck.ahead import read_ahead
+from fusecheck.digest import digest_of
+from fusecheck.errors import CheckpointError, SystemFailure, UsageError
+from fusecheck.hub import check_shard_size
+from fusecheck.job import Job, Options, decide
+from fusecheck.lanes import lane_reads, lanes_of
+from fusecheck.mapping import Experts
+from fusecheck.origin import Origin, Reading, open_origin
+from fusecheck.plan import PlannedFile
+from fusecheck.planned import Estimate, Plan, PlannedObject
+from fusecheck.reader import Reader
+from fusecheck.stores import is_remote
+from fusecheck.stores.address import parse
+from fusecheck.stores.bucket_publisher import part_size
+from fusecheck.stores.schedule import schedule
+from fusecheck.stores.windows import HELD
+
+MIB = 1 << 20
+
+BASE_MEMORY = 128 * MIB
+"""Python, the plan of a large model, pieces and parts in flight: what a run needs beside the windows of its source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An opened source, what is to be made of it, and the plan that says so."""
+
+    origin: Origin
+    job: Job
+    plan: Plan
+
+
+def reader_of(origin: Origin, files: Iterable[PlannedFile]) -> AbstractContextManager[Reader]:
+    """A reader for these files, one after another."""
+    return read_ahead(origin.checkpoint.files, (read for lane in lanes_of(files) for read in lane_reads(lane)))
+
+
+def checked_options(options: Options) -> Options:
+    """The options themselves. UsageError where one has no such value, or they contradict each other."""
+    _ = options.wanted_ranks
+    if options.experts not in get_args(Experts):
+        raise UsageError("--experts has no such form", found=options.experts, wanted=", ".join(get_args(Experts)))
+    if options.max_shard_size is not None:
+        check_shard_size(options.max_shard_size)
+    return options
+
+
+@contextmanager
+def planned_work(
+    origin: Origin, out: str, options: Options, reading: Reading, *, alone: bool = False
+) -> Iterator[Work]:
+    """Decide everything. The source is closed with the block. `alone`: no other process will open it anew."""
+    with origin.checkpoint:
+        _refuse_overlap(origin, out)
+        job = decide(origin.checkpoint, options)
+        plan = _plan(origin, job, out, reading)
+        yield Work(origin, job, replace(plan, source=origin.name) if alone else plan)
+
+
+@contextmanager
+def same_work(plan: Plan) -> Iterator[Work]:
+    """Decide anew what a plan says. SystemFailure where anything is not as it was planned."""
+    if plan.fusecheck_version != fusecheck.__version__:
+        raise SystemFailure(
+            "was planned by another version of fusecheck",
+            file="plan",
+            found=plan.fusecheck_version,
+            wanted=fusecheck.__version__,
+            remedy="plan again with this one, or run the other one everywhere",
+        )
+    origin = open_origin(plan.source, reading=plan.reading, frozen=plan.files)
+    with origin.checkpoint:
+        try:
+            job = decide(origin.checkpoint, plan.options)
+        except CheckpointError as error:  # it could be planned, so it was another one then
+            raise SystemFailure(f"the source is not what was planned: {error}", remedy="plan again") from None
+        _check_same(plan, _plan(origin, job, plan.out, plan.reading, plan))
+        yield Work(origin, job, plan)
+
+
+def _plan(origin: Origin, job: Job, out: str, reading: Reading, like: Plan | None = None) -> Plan:
+    """What is decided, as a document. `like`: the place of OUT is that of a plan, whatever machine this is."""
+    weights = [shard.file for shard in job.shards]
+    names = {file.path for file in weights}
+    return Plan(
+        fusecheck_version=fusecheck.__version__,
+        source=origin.place,
+        out=out,
+        options=job.options,
+        reading=reading,
+        provenance=origin.provenance(out) if like is None else like.provenance,
+        files=origin.files,
+        objects=tuple(map(_object, weights)),
+        beside=tuple(_object(file) for file in job.files if file.path not in names),
+        estimate=_estimate(origin, job, out),
+    )
+
+
+def _object(file: PlannedFile) -> PlannedObject:
+    return PlannedObject(file.path, file.size, digest_of(file.head))
+
+
+def _estimate(origin: Origin, job: Job, out: str) -> Estimate:
+    reads = [read for lane in lanes_of(job.files) for read in lane_reads(lane)]
+    remote = origin.folder is None
+    windows = schedule(reads) if remote else []
+    fetched = sum(window.size for window in windows) if remote else sum(size for _, _, size in reads)
+    headers = 2 + len(origin.files) if remote else 0
+    writes = sum(2 + -(-file.size // part_size(file.size)) for file in job.files) if is_remote(out) else 0
+    parts = max((part_size(file.size) for file in job.files), default=0) if is_remote(out) else 0
+    held = min(HELD, sum(window.size for window in windows)) if remote else 0
+    return Estimate(fetched, job.size, len(windows) + headers + writes, BASE_MEMORY + held + max(64 * MIB, parts))
+
+
+def _check_same(plan: Plan, now: Plan) -> None:
+    for was, item in zip(plan.objects + plan.beside, now.objects + now.beside, strict=False):
+        if was != item:
+            raise SystemFailure(
+                "would not be the object that was planned", file=was.name, remedy="plan again, and run the new plan"
+            )
+    if plan.digest != now.digest:
+        raise SystemFailure("what would be written is not what was planned", remedy="plan again, and run the new plan")
+
+
+def _refuse_overlap(origin: Origin, out: str) -> None:
+    if origin.folder is None or is_remote(out):
+        one, other = parse(origin.place), parse(out)
+        if (one.kind, one.root) == (other.kind, other.root) and _nested(one.prefix, other.prefix):
+            raise UsageError("OUT is SRC, lies inside it or around it", file=out, remedy="choose another prefix")
+        return
+    if Path(out).is_symlink():
+        raise UsageError("OUT is a symbolic link", file=out, remedy="name the folder itself")
+    here, source = Path(os.path.realpath(out)), Path(os.path.realpath(origin.folder.folder))
+    if here == source or here in source.parents or source in here.parents:
+        raise UsageError("OUT is SRC, lies inside it or around it", file=out, remedy="name a folder outside SRC")
+
+
+def _nested(one: str, other: str) -> bool:
+    return f"{one}/".startswith(f"{other}/" if other else "") or f"{other}/".startswith(f"{one}/" if one else "")

@@ -1,0 +1,289 @@
+"""plan, run, finalize over folders: any part, any order, any number of times, dead in the middle; one commit, one result."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import job_kills
+import pytest
+from checkpoints import SIDE_FILES, Spec, write_checkpoint
+from memory_store import folder_files
+
+import fusecheck
+from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.operations.run import which_part
+from fusecheck.parts import part_of
+from fusecheck.planned import read_plan
+
+Call = Callable[..., tuple[int, str, str]]
+SPEC = Spec(files=9, num_hidden_layers=6, hidden_size=32, vocab_size=512, side_files=SIDE_FILES)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "in", SPEC)
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def plan(source: Path, tmp_path: Path) -> Path:
+    return planned(source, tmp_path / "out")
+
+
+def planned(source: Path, out: Path) -> Path:
+    plan = out.with_name(f"{out.name}.json")
+    plan.write_text(fusecheck.make_plan(source, out).text)
+    return plan
+
+
+def reference(source: Path) -> dict[str, bytes]:
+    """What a local fuse makes, at a place of the same depth, so that its provenance is the same too."""
+    fusecheck.fuse(source, source.with_name("reference"))
+    return folder_files(source.with_name("reference"))
+
+
+def command(*arguments: object) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "fusecheck", *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_eight_parts_as_processes_in_any_order_two_of_them_twice_and_one_killed(
+    source: Path, plan: Path, tmp_path: Path
+) -> None:
+    wanted = reference(source)
+    order = random.Random(3).sample([*range(8), 2, 5], 10)  # noqa: S311
+    for at in range(0, 10, 2):
+        pair = [command("run", plan, "--part", f"{part}/8", "--json") for part in order[at : at + 2]]
+        if at == 4:
+            pair[0].kill()
+        for number, process in enumerate(pair):
+            told, complaint = process.communicate(timeout=120)
+            if at == 4 and number == 0:
+                killed = order[at]
+                continue
+            assert process.returncode == 0, complaint
+            assert json.loads(told)["verdict"] in {"written", "already_done"}
+    again = command("run", plan, "--part", f"{killed}/8")
+    assert again.wait(timeout=120) == 0
+    again.communicate()
+    assert fusecheck.finalize(plan).verdict == "committed"
+    assert folder_files(tmp_path / "out") == wanted
+
+
+def test_the_plan_is_the_same_each_time_and_says_nothing_of_the_machine(source: Path, call: Call) -> None:
+    code, text, told = call("plan", source, source.with_name("out"))
+    assert (code, text) == (0, call("plan", source, source.with_name("out"), "--json", "-q")[1])
+    value = json.loads(text)
+    assert value["schema_version"] == 1
+    assert value["verdict"] == "planned"
+    assert [item["name"] for item in value["objects"]] == [f"model-{n:05d}-of-00009.safetensors" for n in range(1, 10)]
+    assert value["estimate"]["bytes_written"] == sum(item["size"] for item in value["objects"] + value["beside"])
+    assert "to read" in told
+    assert text == fusecheck.make_plan(source, source.with_name("out")).text
+    other = fusecheck.make_plan(source, source.with_name("out"), max_shard_size="20KB")
+    assert json.loads(other.text)["digest"] != value["digest"]
+
+
+def test_what_a_plan_reads_may_not_change(source: Path, plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan, part=0, parts=2)
+    shard = source / "model-00009-of-00009.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    for act in (lambda: fusecheck.run_part(plan, part=1, parts=2), lambda: fusecheck.finalize(plan)):
+        with pytest.raises(SystemFailure, match=r"model-00009-of-00009.safetensors: changed since it was planned"):
+            act()
+    assert not (tmp_path / "out" / "fusecheck.json").exists()
+    with pytest.raises(UsageError, match="the work of another plan"):
+        planned(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", ["new", "gone"])
+def test_side_files_belong_to_what_was_planned(source: Path, plan: Path, change: str) -> None:
+    if change == "new":
+        (source / "extra.json").write_text("{}")
+    else:
+        (source / "vocab.json").unlink()
+    with pytest.raises(SystemFailure, match=f"is {change} since it was planned"):
+        fusecheck.run_part(plan)
+
+
+def test_finalize_names_the_part_to_run_again(plan: Path, call: Call, tmp_path: Path) -> None:
+    for part in (0, 2, 3):
+        fusecheck.run_part(plan, part=part, parts=4)
+    code, told, complaint = call("finalize", plan, "--json")
+    assert code == 4
+    assert "--part 1/4" in complaint
+    assert "--part 2/4" not in complaint
+    assert json.loads(told)["verdict"] == "error"
+    fusecheck.run_part(plan, part=1, parts=4)
+    lost = next((tmp_path / "out").glob("model-*.safetensors"))
+    lost.unlink()
+    with pytest.raises(SystemFailure, match=f"{lost.name}: is missing"):
+        fusecheck.finalize(plan)
+
+
+def test_an_object_that_was_overwritten_is_no_object_of_the_plan(plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan)
+    shard = next((tmp_path / "out").glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    with pytest.raises(SystemFailure, match="is missing at OUT, or has no record"):
+        fusecheck.finalize(plan)
+    assert fusecheck.run_part(plan).written == (shard.name,)
+    assert fusecheck.finalize(plan).verdict == "committed"
+
+
+def test_of_racing_finalizes_one_commits_and_the_others_find_it_done(source: Path, plan: Path, tmp_path: Path) -> None:
+    wanted = reference(source)
+    fusecheck.run_part(plan)
+    with ThreadPoolExecutor(6) as pool:
+        verdicts = sorted(done.verdict for done in pool.map(lambda _: fusecheck.finalize(plan), range(6)))
+    assert verdicts == ["already_done"] * 5 + ["committed"]
+    assert folder_files(tmp_path / "out") == wanted
+    assert fusecheck.run_part(plan, part=1, parts=3).verdict == "already_done"
+    assert fusecheck.fuse(source, tmp_path / "out").verdict == "already_done"
+    assert fusecheck.verify(tmp_path / "out", exact_only=True).notes == ()
+
+
+def test_parts_that_run_at_once_and_the_same_part_twice(source: Path, plan: Path, tmp_path: Path) -> None:
+    wanted = reference(source)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: fusecheck.run_part(plan, part=n % 3, parts=3), range(8)))
+    assert fusecheck.finalize(plan).verdict == "committed"
+    assert folder_files(tmp_path / "out") == wanted
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model-00001-of-00009.safetensors", "fusecheck.json", "sub/file"])
+def test_a_foreign_out_is_refused(source: Path, plan: Path, call: Call, tmp_path: Path, name: str) -> None:
+    (tmp_path / "out" / name).parent.mkdir(parents=True)
+    (tmp_path / "out" / name).write_bytes(b"{}")
+    for arguments in (("run", plan), ("plan", source, tmp_path / "out"), ("finalize", plan)):
+        code, _, complaint = call(*arguments)
+        assert (code, "not empty" in complaint) == (2, True)
+    assert folder_files(tmp_path / "out") == {name: b"{}"}
+
+
+def test_something_foreign_that_comes_later_is_refused_too(plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan)
+    (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"stray")
+    with pytest.raises(UsageError, match="holds what this plan does not put there"):
+        fusecheck.finalize(plan)
+
+
+def test_a_result_that_was_spoilt_is_said_to_be(plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    (tmp_path / "out" / "vocab.json").unlink()
+    with pytest.raises(UsageError, match=r"no longer what was: found vocab.json"):
+        fusecheck.finalize(plan)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"checksums": True}, {"max_shard_size": "20KB"}, {"max_shard_size": "5GB", "checksums": True}],
+    ids=str,
+)
+def test_options_give_what_fuse_gives(source: Path, tmp_path: Path, options: dict[str, object]) -> None:
+    fusecheck.fuse(source, tmp_path / "reference", **options)  # type: ignore[arg-type]
+    plan = tmp_path / "plan.json"
+    plan.write_text(fusecheck.make_plan(source, tmp_path / "out", **options).text)  # type: ignore[arg-type]
+    for part in range(3):
+        fusecheck.run_part(plan, part=part, parts=3)
+    fusecheck.finalize(plan)
+    assert folder_files(tmp_path / "out") == folder_files(tmp_path / "reference")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"", "is no plan"),
+        (b"[]", "is no plan of a known schema"),
+        (b'{"schema_version": 1, "verdict": "planned"}', "is no plan: KeyError"),
+        (None, "was edited"),
+    ],
+)
+def test_what_is_no_plan_is_refused(plan: Path, text: bytes | None, told: str) -> None:
+    plan.write_bytes(plan.read_bytes().replace(b'"keep_split": false', b'"keep_split": true') if text is None else text)
+    with pytest.raises(UsageError, match=told):
+        fusecheck.run_part(plan)
+
+
+def test_another_version_may_not_go_on(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusecheck, "__version__", "9.9.9")
+    with pytest.raises(SystemFailure, match="planned by another version"):
+        fusecheck.run_part(plan)
+
+
+@pytest.mark.parametrize("out", ["in", "in/out", "."])
+def test_out_is_neither_src_nor_around_it(source: Path, tmp_path: Path, out: str) -> None:
+    with pytest.raises(UsageError, match="OUT is SRC"):
+        fusecheck.make_plan(source, tmp_path / out)
+
+
+def test_out_is_no_link(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="a symbolic link"):
+        fusecheck.make_plan(source, tmp_path / "link")
+
+
+def test_space_is_looked_at_before_the_first_byte(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusecheck.parts.free_space", lambda _: 1000)
+    with pytest.raises(SystemFailure, match="not enough free space"):
+        fusecheck.run_part(plan)
+    assert folder_files(tmp_path / "out") == {}
+
+
+def test_a_hub_id_is_no_source_of_a_plan(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="hf://test/tiny"):
+        fusecheck.make_plan("test/tiny", tmp_path / "out")
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 20])
+def test_parts_are_all_objects_once_and_balanced(plan: Path, parts: int) -> None:
+    document = read_plan(plan)
+    shares = [part_of(document, part, parts) for part in range(parts)]
+    assert sorted(number for share in shares for number in share) == list(range(len(document.objects)))
+    loads = [sum(document.objects[number].size for number in share) for share in shares]
+    assert max(loads) - min(loads) <= max(item.size for item in document.objects)
+
+
+@pytest.mark.parametrize(
+    ("part", "parts", "environment", "wanted"),
+    [
+        (None, None, {}, (0, 1)),
+        ("3/8", None, {}, (3, 8)),
+        ("3/8", 8, {}, (3, 8)),
+        (None, 4, {"JOB_COMPLETION_INDEX": "2"}, (2, 4)),
+        (None, 4, {"SLURM_ARRAY_TASK_ID": "0"}, (0, 4)),
+        ("8/8", None, {}, "no such part"),
+        ("1/0", None, {}, "no such part"),
+        ("-1/8", None, {}, "no part"),
+        ("1/8", 9, {}, "no part"),
+        (None, 4, {}, "needs to be told"),
+        (None, 4, {"SLURM_ARRAY_TASK_ID": "4"}, "--array=0-3"),
+        (None, 4, {"JOB_COMPLETION_INDEX": "x"}, "no number of a part"),
+    ],
+)
+def test_which_part_this_is(part: str | None, parts: int | None, environment: dict[str, str], wanted: object) -> None:
+    if isinstance(wanted, str):
+        with pytest.raises(UsageError, match=wanted):
+            which_part(part, parts, environment)
+    else:
+        assert which_part(part, parts, environment) == wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_death_at_any_moment_leaves_nothing_half_written(tmp_path: Path, seed: int) -> None:
+    script = Path(job_kills.__file__)
+    done = subprocess.run(
+        [sys.executable, script, "2", str(10 * seed)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 outputs, all right at last" in done.stdout
+    del tmp_path
