@@ -148,7 +148,7 @@ def to_text(manifest: Manifest) -> bytes:
         "side_files": {name: _fields(file) for name, file in manifest.side_files.items()},
         "metadata": dict(manifest.metadata),
         "config_original": manifest.config_original,
-        "ranks": None if manifest.ranks is None else _fields(manifest.ranks),
+        **({} if manifest.ranks is None else {"ranks": _fields(manifest.ranks)}),  # 0.1.0 wrote none, and is read too
     }
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
@@ -223,7 +223,7 @@ def _manifest(value: dict[str, object]) -> Manifest:
         },
         metadata=_texts(_table(value, "metadata")),
         config_original=None if value["config_original"] is None else _text(value, "config_original"),
-        ranks=None if value["ranks"] is None else _ranks_entry(_table(value, "ranks")),
+        ranks=_ranks_entry(_table(value, "ranks")) if "ranks" in value else None,
     )
 
 

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ from fusecheck.sidefiles import MANIFEST
 from fusecheck.stores.address import Address, is_name
 from fusecheck.stores.bucket import connect, told
 from fusecheck.stores.bucket_source import list_bucket, stored_object
+from fusecheck.stores.daemons import Daemons
 from fusecheck.stores.folder_publisher import OWN, taken
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ MAX_PARTS = 10_000
 _PROBE = f"{OWN}/probe-"
 _CONFLICTS = 5
 """Commits that are refused although nothing is there, one after the other."""
+_ABORT_SECONDS = 30
+"""How long the abort of a multipart is waited for: a store that is silent has the process no longer."""
 _HELD = 64 * MIB
 """Bytes of parts in flight, or one part where that is more."""
 
@@ -42,24 +45,26 @@ class BucketPublisher:
         self._store = connect(address)
         self._allow_unconditional = allow_unconditional
         self._conditional: bool | None = None
-        self._pool = ThreadPoolExecutor(16, thread_name_prefix="fusecheck-put")
+        self._threads = Daemons(16, "fusecheck-put")
 
     def check(self) -> None:
         """Create one object twice: a store that lets the second overwrite could lose a commit. SystemFailure."""
         name = f"{_PROBE}{os.urandom(8).hex()}"
-        try:
-            if not self._create(name, b"probe"):
-                raise SystemFailure("a new object is said to exist", file=self._where, found=name)
-            self._conditional = not self._create(name, b"again")
-        finally:
-            with suppress(SystemFailure):  # who may write need not be allowed to delete
-                self.delete(name)
+        made = self._create(name, b"probe")
+        self._conditional = not self._create(name, b"again")
+        self._remove(name)
+        if not made:
+            raise SystemFailure("a new object is said to exist", file=self._where, found=name)
         if not self._conditional and not self._allow_unconditional:
             raise SystemFailure(
                 "the store ignores If-None-Match, so that two runs could overwrite each other's commit",
                 file=self._where,
                 remedy="give --allow-unconditional if no other run writes there",
             )
+
+    def _remove(self, name: str) -> None:
+        with suppress(SystemFailure):  # who may write need not be allowed to delete
+            self.delete(name)
 
     def have(self, name: str) -> StoredFile | None:
         """Size, ETag and version of what stands there."""
@@ -76,7 +81,7 @@ class BucketPublisher:
         key = self._key(name)
         part = part_size(size)
         feed = _Feed(blocks, name, size)
-        feed.run(self._pool.submit(self._upload, key, feed, size, part))
+        feed.run(self._threads.submit(lambda: self._upload(key, feed, size, part)))
         found = self.have(name)
         if found is None or found.size != size:
             raise SystemFailure("was not stored whole", file=name, found=found and found.size, wanted=size)
@@ -123,7 +128,7 @@ class BucketPublisher:
 
     def close(self) -> None:
         """Let the threads go once what they do has ended."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _key(self, name: str) -> str:
         if not is_name(name):
@@ -132,7 +137,7 @@ class BucketPublisher:
 
     def _call(self, work: Callable[[], T]) -> T:
         """Wait for a thread, which a signal interrupts; obstore itself would not be."""
-        return self._pool.submit(work).result()
+        return self._threads.submit(work).result()
 
     def _create(self, name: str, data: bytes) -> bool:
         """Put if absent; False where something stands, True where the store wrote, conditionally or not."""
@@ -207,7 +212,7 @@ class _Feed:
             upload.result()
         except BaseException:
             self._stop.set()
-            upload.exception()  # the abort is the upload's last request
+            wait([upload], timeout=_ABORT_SECONDS)  # the abort is the upload's last request
             raise
 
     def _hand_all(self, upload: Future[None]) -> None:

@@ -10,6 +10,7 @@ from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import StoredFile
 from fusecheck.stores.address import Address
 from fusecheck.stores.bucket import connect, failure, told
+from fusecheck.stores.daemons import aside
 from fusecheck.stores.frozen import agreed, changed, stored
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class BucketSource:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._store = connect(address)
-        self._files = agreed(list_bucket(self._store, str(address)), frozen)
+        self._files = agreed(aside(lambda: list_bucket(self._store, str(address))), frozen)
         if not self._files:
             raise UsageError("there is nothing", file=str(address), remedy="check the bucket and the prefix")
         untold = next((name for name, file in self._files.items() if "etag" not in file.identity), None)
@@ -45,6 +46,12 @@ class BucketSource:
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; a body that ends early is asked for again from where it ended."""
+        if threading.current_thread() is threading.main_thread():  # obstore does not look for signals
+            aside(lambda: self._read_into(file, offset, buffer))
+        else:
+            self._read_into(file, offset, buffer)
+
+    def _read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         known = stored(self._files, file, offset, len(buffer))
         done = failed = 0
         while done < len(buffer):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from types import TracebackType
 from typing import Self
 
 from fusecheck.errors import SystemFailure
 from fusecheck.reader import Reader
+from fusecheck.stores.daemons import Daemons
 from fusecheck.stores.schedule import GAP, LARGEST, MIB, OPEN, Window, by_grain, schedule
 
 HELD = 512 * MIB
@@ -75,7 +75,7 @@ class Windows:
         self._next = self._flying = self._held = 0
         self._in_flight = in_flight
         self._closed = False
-        self._pool = ThreadPoolExecutor(in_flight, thread_name_prefix="fusecheck-fetch")
+        self._threads = Daemons(in_flight, "fusecheck-fetch")
         with self._change:
             self._advance()
 
@@ -108,7 +108,7 @@ class Windows:
         with self._change:
             self._closed = True
             self._change.notify_all()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _piece(self, file: str, offset: int, buffer: memoryview) -> int:
         """Serve what one window has of a read, or the source where none has the beginning; bytes served."""
@@ -184,7 +184,7 @@ class Windows:
             self._spare.pop()
         self.peak = max(self.peak, self._held)
         self._count(slot.window.size)
-        self._pool.submit(self._fetch, slot)
+        self._threads.submit(lambda: self._fetch(slot))
 
     def _count(self, size: int) -> None:
         self.requests += 1

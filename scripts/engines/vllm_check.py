@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,17 +96,26 @@ def is_ready(python: Path) -> bool:
     return {line.partition("+")[0] for line in found}.issuperset(PINS) and names.isdisjoint(UNWANTED)
 
 
-def run_engine(python: Path, jobs: dict[str, Path], work: Path) -> list[dict[str, Any]]:
-    """Put all folders through the engine: a line that says what ran, then one for each that it came to."""
+def run_engine(
+    python: Path, jobs: Mapping[str, Mapping[str, object]], work: Path, program: str = "run_vllm", *options: str
+) -> list[dict[str, Any]]:
+    """Put all jobs through a program of the engine's venv: a line that says what ran, then one for each it came to."""
     listed, results, log = work / "jobs.json", work / "results.jsonl", work / "engine.log"
-    listed.write_text(json.dumps({name: str(folder) for name, folder in jobs.items()}), encoding="utf-8")
+    listed.write_text(json.dumps(jobs), encoding="utf-8")
+    results.unlink(missing_ok=True)
     with log.open("wb") as output:
-        command = [str(part) for part in (python, HERE / "run_vllm.py", listed, results)]
+        command = [str(part) for part in (python, "-m", f"engines.{program}", listed, results, *options)]
         try:
-            subprocess.run(command, check=True, stdout=output, stderr=output, timeout=TIME_LIMIT)
+            subprocess.run(command, check=True, cwd=SCRIPTS, stdout=output, stderr=output, timeout=TIME_LIMIT)
         except subprocess.SubprocessError as error:
             say(f"{log.read_text(encoding='utf-8', errors='replace')[-4000:]}\n{error}")
     return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
+
+
+def by_name(jobs: Iterable[str], ran: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What each job gave; what the engine did not come to is an error too."""
+    missing = {name: {"error": "the engine did not come to it"} for name in jobs}
+    return missing | {line["name"]: line for line in ran}
 
 
 # ----------------------------------------------------------------------------------------------------------- steps
@@ -217,10 +226,13 @@ class Session:
             self.findings.damages.append(self.break_it(damage))
         self.jobs = {self.control()[0]: self.folder("split", self.checks[0].name)} | self.jobs
         say(f"{len(self.jobs)} loads in vLLM")
-        what, *ran = run_engine(python, self.jobs, self.work) or [{}]
-        done = {line["name"]: line for line in ran}
-        missing = {name: {"error": "the engine did not come to it"} for name in self.jobs.keys() - done.keys()}
-        self.compare(done | missing)
+        jobs = {name: {"model": str(folder)} for name, folder in self.jobs.items()}
+        what, *ran = run_engine(python, jobs, self.work) or [{}]
+        self.compare(by_name(jobs, ran))
+        return self.document(what)
+
+    def document(self, what: dict[str, Any]) -> dict[str, Any]:
+        """`what` says what ran."""
         today = dt.datetime.now(dt.UTC).date().isoformat()
         found = {"checks": self.findings.rows, "damages": self.findings.damages, "not_as_expected": self.findings.wrong}
         return {"date": today, "fusecheck": self.version, **what, **found}

@@ -8,16 +8,26 @@ from typing import Any
 
 def lines(document: dict[str, Any]) -> Iterator[str]:
     """What ran, a row for each checkpoint, what the damaged ones gave, and the verdict."""
-    versions = ", ".join(f"{name} {number}" for name, number in document.get("versions", {}).items())
-    yield f"{versions}, CPU {document.get('cpu')}, fusecheck {document['fusecheck']}, {document['date']}"
-    if document.get("amx_passed_over"):
-        yield f"without AMX, on AVX512-BF16; test for AMX passed over in {', '.join(document['amx_passed_over'])}"
-    yield ""
+    yield from heading(document)
     yield f"{'model':33}{'shards':8}{'straddling':12}{'verify':8}{'tokens':11}{'logprobs':11}load split / fused"
     for row in document["checks"]:
         yield from checked(row)
     for row in document["damages"]:
         yield from damaged(row)
+    yield from verdict(document)
+
+
+def heading(document: dict[str, Any]) -> Iterator[str]:
+    """What ran."""
+    versions = ", ".join(f"{name} {number}" for name, number in document.get("versions", {}).items())
+    yield f"{versions}, CPU {document.get('cpu')}, fusecheck {document['fusecheck']}, {document['date']}"
+    if document.get("amx_passed_over"):
+        yield f"without AMX, on AVX512-BF16; test for AMX passed over in {', '.join(document['amx_passed_over'])}"
+    yield ""
+
+
+def verdict(document: dict[str, Any]) -> Iterator[str]:
+    """Each thing that should have been otherwise."""
     yield ""
     yield from (f"NOT AS EXPECTED: {text}" for text in document["not_as_expected"])
     if not document["not_as_expected"]:
