@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,34 @@ class Arithmetic:
         error = (gamma + n * 2.0**-52) * magnitude + 2 * n * self.tiny + flushable
         limit = self.slack * (error + self.half_ulp * (size + error) + self.floor)
         return limit, (magnitude + error <= self.largest) & (size + limit <= self.ceiling)
+
+    def bound_of_sum(self, refs: Sequence[Tensor], limits: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (B_T, comparable) for the sum of T partial outputs in the output's dtype, as an all-reduce adds them.
+
+        Partial r lies within limits[r] = B_r of refs[r] = ref_r, its own `bound`, where it is comparable; the sum is
+        held to ref = sum ref_r, all shaped alike. Comparable is what this step adds to that of every partial.
+
+        - So |sum y_r - ref| <= sum B_r before anything is rounded, and sum |y_r| <= M = sum (|ref_r| + B_r).
+        - T - 1 additions in any order, each with relative error at most u_out, err by gamma_(T-1)(u_out) sum |y_r| at
+          most: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2, (4.4). Two roundings,
+          to fp32 and then to bf16 or fp16, are no worse than u_out: to nearest the first errs by 2^-24 and the second
+          by u_out / (1 + u_out) (Jeannerod, Rump, Math. Comp. 87 (2018), p. 803), which leaves u_out^2 > 2^-24 room.
+        - Additions underflow without error if gradually (Higham, section 2.8), but two operands and the result of each
+          may be taken for 0: 3 (T-1) t more, which the roundings after it enlarge by 1 + gamma.
+        - ref is one order of the float64 sum of all n terms, of which `bound` allows for all but its last T - 1
+          additions: (T-1) 2^-52 M.
+
+          B_T = sum B_r + (gamma_(T-1)(u_out) + (T-1) 2^-52) M + 3 (T-1) t (1 + gamma_(T-1)(u_out)); of T = 1, B.
+
+        No sum of some of the partials overflows while M + B_T <= ceiling.
+        """
+        steps = len(refs) - 1
+        gamma = steps * self.half_ulp / (1 - steps * self.half_ulp) if steps * self.half_ulp < 1 else float("inf")
+        limit = torch.stack(list(limits)).sum(dim=0)
+        size = torch.stack([ref.abs() for ref in refs]).sum(dim=0) + limit
+        if steps:
+            limit = limit + (gamma + steps * 2.0**-52) * size + 3 * steps * self.floor * (1 + gamma)
+        return limit, size + limit <= self.ceiling
 
 
 def bits(tensor: Tensor) -> Tensor:

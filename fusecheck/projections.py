@@ -80,20 +80,21 @@ def check_projections(
     for layer in layers:
         found = _projections(model, layer)
         experts = [one for one in found if one.packing.size == "expert"]
-        chosen = experts if all_experts else _sample(experts, seed)
+        picked = range(len(experts)) if all_experts else sample(len(experts), layer, seed)
+        chosen = [experts[number] for number in picked]
         if len(chosen) < len(experts):
-            numbers = ", ".join(one.packing.fused.split(".")[2] for one in chosen)
-            notes.append(
-                f"layer {layer}: probe and numeric of experts {numbers} of {len(experts)}: "
-                f"first, middle, last and one drawn by seed {seed}; --all-experts takes all"
-            )
+            notes.append(sample_note(layer, [one.packing.fused.split(".")[2] for one in chosen], len(experts), seed))
         taken = [one for one in found if one.packing.size != "expert" or one in chosen]
         checks += [_check(one, out, source, manifest, device, seed) for one in taken]
+    return Checks(tuple(checks), (*notes, *weights_notes(checks)))
+
+
+def weights_notes(checks: Iterable[ProjectionCheck]) -> list[str]:
+    """What probe and numeric ran on, where that is not what is stored."""
     used = dict.fromkeys(check.weights for check in checks if check.weights != "stored")
-    notes += [
+    return [
         f"probe and numeric ran on weights {weights} from both forms, not on a quantised kernel" for weights in used
     ]
-    return Checks(tuple(checks), tuple(notes))
 
 
 def _projections(model: Model, layer: int) -> list[_Fused]:
@@ -106,12 +107,21 @@ def _projections(model: Model, layer: int) -> list[_Fused]:
     return [_Fused(base, layer, packing, tensors) for packing, tensors in found.items()]
 
 
-def _sample(experts: list[_Fused], seed: int) -> list[_Fused]:
-    picked = {0, len(experts) // 2, len(experts) - 1} if experts else set()
-    rest = [number for number in range(len(experts)) if number not in picked]
+def sample(experts: int, layer: int, seed: int) -> list[int]:
+    """Numbers of the first, the middle and the last expert of a layer, and of one drawn by `seed`."""
+    picked = {0, experts // 2, experts - 1} if experts else set()
+    rest = [number for number in range(experts) if number not in picked]
     if rest:
-        picked.add(random.Random(f"{seed} {experts[0].layer}").choice(rest))  # noqa: S311 - a sample, no secret
-    return [experts[number] for number in sorted(picked)]
+        picked.add(random.Random(f"{seed} {layer}").choice(rest))  # noqa: S311 - a sample, no secret
+    return sorted(picked)
+
+
+def sample_note(layer: int, chosen: Iterable[object], experts: int, seed: int) -> str:
+    """Which experts were not left out, and why those."""
+    return (
+        f"layer {layer}: probe and numeric of experts {', '.join(map(str, chosen))} of {experts}: "
+        f"first, middle, last and one drawn by seed {seed}; --all-experts takes all"
+    )
 
 
 def _check(
@@ -137,33 +147,51 @@ def _check(
         fused = {suffix: load_tensor(out, one.name(suffix)) for suffix in one.tensors}
         parts = _split(one, out, source, manifest, fused)
     except SafetensorError as error:
-        why = f"our reader took it, safetensors does not: {error}"
-        failed = ProbeResult("fail", why), NumericResult("fail", why)
-        return replace(check, built="fail", built_reason=why, probe=failed[0], numeric=failed[1])
+        return failed(check, f"our reader took it, safetensors does not: {error}")
     config = source.config if source is not None else out.config
     found = (
         NotRun("the source lacks a part of it") if parts is None else _projection(one, out.config, fused, config, parts)
     )
     built, why = _built(one, fused, parts or {}, out.config)
     check = replace(check, built=built, built_reason=why)
-    return _measured(check, found, device, seed, plain=_is_plain(fused), method=out.config.quantisation.method)
+    return measured(check, found, device, seed, plain=is_plain(fused), method=out.config.quantisation.method)
 
 
-def _measured(
+def measured(
     check: ProjectionCheck, found: Projection | NotRun, device: torch.device, seed: int, *, plain: bool, method: str
 ) -> ProjectionCheck:
     """`check` with what probe and numeric make of the weights, and what weights those were."""
     if isinstance(found, NotRun):
-        return replace(
-            check, probe=ProbeResult("not run", found.reason), numeric=NumericResult("not run", found.reason)
-        )
-    if plain:
-        return replace(check, probe=probe(found, device), numeric=numeric(found, device, seed))
-    dtype = str(found.fused.dtype).removeprefix("torch.")
-    weights = f"dequantised to {dtype} ({method})"
-    measured = numeric(found, device, seed)
+        return not_run(check, found.reason)
+    results = probe(found, device), numeric(found, device, seed)
+    return with_results(check, *results, None if plain else found.fused.dtype, method)
+
+
+def not_run(check: ProjectionCheck, why: str) -> ProjectionCheck:
+    """`check` where there is nothing to run."""
+    return replace(check, probe=ProbeResult("not run", why), numeric=NumericResult("not run", why))
+
+
+def failed(check: ProjectionCheck, why: str) -> ProjectionCheck:
+    """`check` of what does not even read as the projection that it has to be."""
+    return replace(
+        check,
+        built="fail",
+        built_reason=why,
+        probe=ProbeResult("fail", why),
+        numeric=NumericResult("fail", why),
+    )
+
+
+def with_results(
+    check: ProjectionCheck, probed: ProbeResult, measured: NumericResult, dequantised: torch.dtype | None, method: str
+) -> ProjectionCheck:
+    """`check` with its verdicts, and what weights they are of: the stored ones, unless dequantised to some dtype."""
+    if dequantised is None:
+        return replace(check, probe=probed, numeric=measured)
+    weights = f"dequantised to {str(dequantised).removeprefix('torch.')} ({method})"
     measured = replace(measured, notes=(*measured.notes, f"weights {weights} from both forms"))
-    return replace(check, probe=probe(found, device), numeric=measured, weights=weights)
+    return replace(check, probe=probed, numeric=measured, weights=weights)
 
 
 def _projection(
@@ -171,31 +199,33 @@ def _projection(
 ) -> Projection | NotRun:
     """Weights of both forms, each dequantised by what its own checkpoint declares; biases in the weights' dtype."""
     total = sum(part.shard_size for part in fused_config.rows(one.packing))
-    whole = _weight(fused, fused_config, total)
+    whole = weight_of(fused, fused_config, total, fused_config.hidden_size)
     if isinstance(whole, NotRun):
         return whole
     modules, weights, biases = dict(one.packing.parts), [], []
     for rows in config.rows(one.packing):
         stored = parts[rows.shard_id]
-        weight = _weight(stored, config, rows.shard_size)
+        weight = weight_of(stored, config, rows.shard_size, config.hidden_size)
         if isinstance(weight, NotRun):
             return NotRun(f"{modules[rows.shard_id]}: {weight.reason}")
         weights.append((modules[rows.shard_id], weight))
         if "bias" in stored:
-            biases.append(stored["bias"] if _is_plain(stored) else stored["bias"].to(weight.dtype))
+            biases.append(stored["bias"] if is_plain(stored) else stored["bias"].to(weight.dtype))
     bias = fused.get("bias")
-    if bias is not None and not _is_plain(fused):
+    if bias is not None and not is_plain(fused):
         bias = bias.to(whole.dtype)
     return Projection(one.name(one.kind), whole, tuple(weights), bias, tuple(biases) if biases else None)
 
 
-def _is_plain(stored: Stored) -> bool:
+def is_plain(stored: Stored) -> bool:
+    """Whether its weight is what is stored, without scales."""
     return stored.keys() <= {"weight", "bias"}
 
 
-def _weight(stored: Stored, config: ModelConfig, rows: int) -> Tensor | NotRun:
-    if not _is_plain(stored):
-        return dequantise(stored, config.quantisation, rows, config.hidden_size)
+def weight_of(stored: Stored, config: ModelConfig, rows: int, in_features: int) -> Tensor | NotRun:
+    """The weight that a Linear stands for: as it is stored, or dequantised by what its checkpoint declares."""
+    if not is_plain(stored):
+        return dequantise(stored, config.quantisation, rows, in_features)
     weight = stored["weight"]
     if weight.dtype in DTYPES:
         return weight

@@ -24,7 +24,7 @@ _OPAQUE = frozenset({"F4", "F6_E2M3", "F6_E3M2"}) | (
 def load_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     """In its own shape, or as uint8 [rows, bytes of a row] where torch cannot open its dtype.
 
-    Raises `SafetensorError`, or `SystemFailure` where the file cannot be opened.
+    `name` is its key in `checkpoint.tensors`. Raises `SafetensorError`, or `SystemFailure` where the file cannot be opened.
     """
     info = checkpoint.tensors[name]
     if info.dtype in _OPAQUE:
@@ -36,10 +36,33 @@ def load_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
         return _from_store(checkpoint, info)
     try:
         with safe_open(checkpoint.folder / info.shard, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(info.name)
     except OSError as error:
         raise SystemFailure.from_os(error, info.shard, "open") from None
     return tensor
+
+
+def load_slice(checkpoint: Checkpoint, name: str, *at: slice) -> Tensor:
+    """`load_tensor(checkpoint, name)[at]`, of one row or matrix after another no more than that; errors are the same."""
+    info = checkpoint.tensors[name]
+    if info.dtype in _OPAQUE:
+        return load_tensor(checkpoint, name)[at]
+    if checkpoint.files.root is None:
+        return _from_store(checkpoint, _rows(info, at[0]))[(slice(None), *at[1:])]
+    try:
+        with safe_open(checkpoint.folder / info.shard, framework="pt") as file:
+            tensor: Tensor = file.get_slice(info.name)[at]
+    except OSError as error:
+        raise SystemFailure.from_os(error, info.shard, "open") from None
+    return tensor
+
+
+def _rows(info: TensorInfo, at: slice) -> TensorInfo:
+    """As if these were all."""
+    first, stop, _ = at.indices(info.shape[0])
+    row = tensor_bytes(info.dtype, info.shape[1:]) or 0
+    start = info.start + first * row
+    return info._replace(shape=(stop - first, *info.shape[1:]), start=start, stop=info.start + stop * row)
 
 
 def _bytes_of(checkpoint: Checkpoint, info: TensorInfo) -> bytearray:

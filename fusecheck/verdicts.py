@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 Verdict: TypeAlias = Literal["pass", "fail", "not run"]
@@ -55,7 +56,11 @@ class NumericResult:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionCheck:
-    """One fused projection of one layer: its sizes, where each part begins, and what each check found."""
+    """One projection of one layer: its sizes, where each part begins, and what each check found.
+
+    Of an output that is cut for ranks: one rank's tensor, whose sizes and offsets are that rank's, or a row-parallel
+    Linear of all ranks, whose shard_offsets are columns.
+    """
 
     layer: int
     tensor: str
@@ -70,3 +75,61 @@ class ProjectionCheck:
     """What probe and numeric ran on: the stored weights, or `dequantised to float32 (gptq)`."""
     built_reason: str = ""
     """Why `built` was not run."""
+    ranks: tuple[int, ...] = ()
+    """Whose tensors these are, where OUT is cut for ranks."""
+    axis: Literal["rows", "columns"] = "rows"
+    """What shard_offsets count."""
+
+
+def fold(checks: Iterable[ProjectionCheck]) -> list[ProjectionCheck]:
+    """Ranks of which one tensor has the same sizes and the same verdicts become one line, in the place of the first."""
+    found: dict[object, ProjectionCheck] = {}
+    for number, check in enumerate(checks):
+        alike = (
+            check.layer,
+            check.tensor,
+            check.input_size,
+            check.shard_offsets,
+            (check.built, check.built_reason, check.weights),
+            (check.probe.verdict, check.probe.reason, check.probe.first_difference),
+            (check.numeric.verdict, check.numeric.reason, check.numeric.first_difference),
+            check.output_size if check.ranks else number,  # what is not cut for ranks stays as it is
+        )
+        found[alike] = _together(found[alike], check) if alike in found else check
+    return list(found.values())
+
+
+def _together(one: ProjectionCheck, other: ProjectionCheck) -> ProjectionCheck:
+    """Counts are added up, of measures the worst is taken."""
+    a, b, p, q = one.numeric, other.numeric, one.probe, other.probe
+    return replace(
+        one,
+        ranks=(*one.ranks, *other.ranks),
+        probe=replace(
+            p,
+            compared=p.compared + q.compared,
+            total=p.total + q.total,
+            non_finite=p.non_finite + q.non_finite,
+            flushed=p.flushed + q.flushed,
+        ),
+        numeric=replace(
+            a,
+            bitwise_equal=a.bitwise_equal and b.bitwise_equal,
+            deterministic=a.deterministic and b.deterministic,
+            max_abs_diff=max(a.max_abs_diff, b.max_abs_diff),
+            max_ulp=max(a.max_ulp, b.max_ulp),
+            ulps=tuple((name, m + n) for (name, m), (_, n) in zip(a.ulps, b.ulps, strict=True)),
+            worst=max(a.worst, b.worst),
+            compared=a.compared + b.compared,
+            total=a.total + b.total,
+            notes=tuple(dict.fromkeys((*a.notes, *b.notes))),
+        ),
+    )
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """`rank 0`, `ranks 0-3`, `ranks 1,3`, or nothing where there are none."""
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else ""
+    run = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]}-{ranks[-1]}" if run else f"ranks {','.join(map(str, ranks))}"

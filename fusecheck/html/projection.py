@@ -9,35 +9,47 @@ from fusecheck.html.page import chip, percent, svg, text
 from fusecheck.html.row_map import row_map
 from fusecheck.mapping import PACKINGS
 from fusecheck.operations.verify import ExactReport
-from fusecheck.verdicts import NumericResult, ProbeResult, ProjectionCheck
+from fusecheck.verdicts import NumericResult, ProbeResult, ProjectionCheck, ranks_text
 
+_DRAWN = 64
+"""Most parts that a drawing tells apart; ranks may be more."""
 _GAUGE = 1.25
 """What the full width of the error / bound gauge stands for, so that there is room beyond the bound."""
 
 
 def projection_card(check: ProjectionCheck, exact: ExactReport) -> str:
     """Everything about one projection."""
-    offsets = [offset for _, offset in check.shard_offsets]
-    ends = [*offsets[1:], check.output_size]
-    labels = _labels(check.tensor, [shard_id for shard_id, _ in check.shard_offsets])
-    parts = [(label, start, end - start) for label, start, end in zip(labels, offsets, ends, strict=True)]
+    parts = _parts(check)
     built = f"{check.built}{f' ({check.built_reason})' if check.built_reason else ''}"
     weights = "" if check.weights == "stored" else f"; probe and numeric on weights {check.weights}"
     chips = chip(_exact_of(check, exact), "exact") + chip(check.probe.verdict, "probe")
     chips += chip(check.numeric.verdict, "numeric")
+    name = " ".join(filter(None, (ranks_text(check.ranks), check.tensor)))
+    drawn = row_map(check.tensor, parts, check.axis) if 0 < len(parts) <= _DRAWN else ""
     return (
-        f'<article class="card"><div class="head"><h3 class="mono">{text(check.tensor)}</h3>'
+        f'<article class="card"><div class="head"><h3 class="mono">{text(name)}</h3>'
         f'<div class="chips">{chips}</div></div>'
         f'<p class="size">{check.input_size:,} inputs, {check.output_size:,} rows; built by the weight_loaders: '
         f"{text(built)}{text(weights)}</p>"
-        f'{row_map(check.tensor, parts)}<div class="facts"><div>{_probe(check.probe)}{_gauge(check.numeric)}</div>'
-        f"<div>{_numeric(check.numeric)}{_histogram(check.numeric)}</div></div></article>"
+        f'{drawn}<div class="facts"><div>{_probe(check.probe)}{_gauge(check.numeric)}</div>'
+        f"<div>{_numeric(check.numeric, check.axis)}{_histogram(check.numeric)}</div></div></article>"
     )
+
+
+def _parts(check: ProjectionCheck) -> list[tuple[str, int, int]]:
+    """(label, shard_offset, size) of each."""
+    offsets = [offset for _, offset in check.shard_offsets]
+    ends = [*offsets[1:], check.output_size if check.axis == "rows" else check.input_size]
+    labels = _labels(check.tensor, [shard_id for shard_id, _ in check.shard_offsets])
+    return [(label, start, end - start) for label, start, end in zip(labels, offsets, ends, strict=False)]
 
 
 def _exact_of(check: ProjectionCheck, exact: ExactReport) -> str:
     """What exact says of this tensor; where the list of findings is cut, only a failure is certain of one."""
-    if check.built == "fail" or any(finding.tensor == check.tensor for finding in exact.findings):
+    stored = check.tensor.removesuffix("]").partition("[")[0] if check.ranks else check.tensor  # the whole stack's name
+    files = tuple(f"model-rank-{rank}-" for rank in check.ranks)
+    found = (finding for finding in exact.findings if finding.tensor == stored)
+    if check.built == "fail" or any(not files or (each.file or "").startswith(files) for each in found):
         return "fail"
     return "pass" if exact.finding_count == len(exact.findings) else "see above"
 
@@ -68,8 +80,9 @@ def _probe(probe: ProbeResult) -> str:
     return f"<section><h4>probe <span>identity in, split weights out</span></h4>{_definitions(rows)}</section>"
 
 
-def _numeric(numeric: NumericResult) -> str:
-    head = "<h4>numeric <span>fused against separate</span></h4>"
+def _numeric(numeric: NumericResult, axis: str) -> str:
+    what = "fused against separate" if axis == "rows" else "sum of the ranks against the whole product"
+    head = f"<h4>numeric <span>{what}</span></h4>"
     if numeric.verdict == "not run":
         return f"<section>{head}{_definitions([('reason', numeric.reason)])}</section>"
     rows = [

@@ -8,8 +8,8 @@ from fusecheck.errors import shown
 from fusecheck.html.page import percent, svg, text
 
 
-def row_map(tensor: str, parts: Sequence[tuple[str, int, int]]) -> str:
-    """The rows of a fused tensor to scale, as SVG and in words. `parts`: (label, shard_offset, rows)."""
+def row_map(tensor: str, parts: Sequence[tuple[str, int, int]], axis: str = "rows") -> str:
+    """The rows (or columns) of a tensor to scale, as SVG and in words. `parts`: (label, shard_offset, rows)."""
     total = sum(rows for _, _, rows in parts) or 1
     drawn, shown_at = [], -1.0
     for number, (label, offset, rows) in enumerate(parts):
@@ -24,11 +24,17 @@ def row_map(tensor: str, parts: Sequence[tuple[str, int, int]]) -> str:
             drawn.append(f'<text x="{percent(begin)}" y="53" text-anchor="{anchor}">{offset}</text>')
             shown_at = begin
     drawn.append(f'<text x="100%" y="53" text-anchor="end">{total}</text>')
-    words = "; ".join(f"{label} rows {offset} to {offset + rows - 1}" for label, offset, rows in parts)
+    words = "; ".join(f"{label} {axis} {offset} to {offset + rows - 1}" for label, offset, rows in parts)
     legend = "".join(
-        f'<li><i class="p{min(number, 3)}"></i><b>{text(label)}</b> rows {offset:,} to {offset + rows - 1:,}'
-        f", shard_offset {offset:,}</li>"
+        f'<li><i class="p{min(number, 3)}"></i><b>{text(label)}</b> {axis} {offset:,} to {offset + rows - 1:,}'
+        f"{f', shard_offset {offset:,}' if axis == 'rows' else ''}</li>"
         for number, (label, offset, rows) in enumerate(parts)
     )
-    drawing = svg("map", 58, f"Row map of {tensor}", f"To scale, first row left: {words}", "".join(drawn))
+    drawing = svg(
+        "map",
+        58,
+        f"{axis[:-1].capitalize()} map of {tensor}",
+        f"To scale, first {axis[:-1]} left: {words}",
+        "".join(drawn),
+    )
     return f'{drawing}<ul class="legend">{legend}</ul>'

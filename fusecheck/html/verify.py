@@ -9,6 +9,7 @@ from fusecheck.html.page import bullets, cell, chip, facts_table, items, page, r
 from fusecheck.html.projection import projection_card
 from fusecheck.operations.verify import VerifyReport
 from fusecheck.units import size_text
+from fusecheck.verdicts import fold
 
 _NUMERIC_LIMITS = "numeric finds wrong rows and broken kernels, not single ULPs; those are for exact"
 
@@ -94,6 +95,8 @@ def _proved(report: VerifyReport) -> Iterator[str]:
         yield f"kernel, shard offsets and weights together give the split projections on {report.device} ({layers})"
     if "numeric" in report.proved:
         yield f"fused and separate outputs lie within their error bounds ({layers})"
+        if any(check.axis == "columns" and check.numeric.verdict == "pass" for check in report.projections):
+            yield f"so does the sum of what all ranks make of o_proj and down_proj, as an all-reduce adds it ({layers})"
     if not report.proved:
         yield "nothing: no check passed"
 
@@ -173,6 +176,7 @@ def _numeric_notes(report: VerifyReport) -> list[str]:
 
 
 def _layers(report: VerifyReport) -> Iterator[str]:
-    for layer in dict.fromkeys(check.layer for check in report.projections):
-        cards = "".join(projection_card(check, report.exact) for check in report.projections if check.layer == layer)
+    folded = fold(report.projections)
+    for layer in dict.fromkeys(check.layer for check in folded):
+        cards = "".join(projection_card(check, report.exact) for check in folded if check.layer == layer)
         yield f"<section><h2>Layer {layer}</h2>{cards}</section>"

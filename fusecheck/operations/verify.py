@@ -245,6 +245,8 @@ def _project(case: Case, lab: _Lab, seed: int, *, all_experts: bool) -> tuple[Pr
     """Probe and numeric, where there is a device and OUT is a model."""
     if lab.device is None:
         return ()
+    if case.out is not None and case.out.ranked and case.config is not None:
+        return _project_ranks(case, case.out, lab, lab.device, seed, all_experts=all_experts)
     if case.out is None or case.model is None:
         case.notes.append("probe and numeric not run: OUT is not a complete model")
         return ()
@@ -258,6 +260,22 @@ def _project(case: Case, lab: _Lab, seed: int, *, all_experts: bool) -> tuple[Pr
     checks = check_projections(
         case.out, case.source, case.manifest, case.model, lab.layers, lab.device, seed, all_experts=all_experts
     )
+    case.notes += checks.notes
+    return checks.projections
+
+
+def _project_ranks(
+    case: Case, out: Checkpoint, lab: _Lab, device: torch.device, seed: int, *, all_experts: bool
+) -> tuple[ProjectionCheck, ...]:
+    """Probe and numeric of what ranks hold. Cut out of themselves they would prove nothing."""
+    if case.source is None:
+        case.notes.append(
+            "probe and numeric not run: the source is gone, and ranks cut out of themselves prove nothing"
+        )
+        return ()
+    from fusecheck.rank_projections import check_rank_projections  # noqa: PLC0415 - as above
+
+    checks = check_rank_projections(out, case.source, case.manifest, lab.layers, device, seed, all_experts=all_experts)
     case.notes += checks.notes
     return checks.projections
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fusecheck.errors import printable, shown
 from fusecheck.render.words import module_of
-from fusecheck.verdicts import ProjectionCheck
+from fusecheck.verdicts import ProjectionCheck, fold, ranks_text
 
 if TYPE_CHECKING:
     from fusecheck.exact import Finding
@@ -21,17 +21,20 @@ _FINDINGS_SHOWN = 10
 
 
 def verify_table(report: VerifyReport) -> Table:
-    """Per projection: input -> output size, shard offsets, and each check's verdict."""
+    """Per projection: input -> output size, shard offsets, and each check's verdict; ranks alike in one row."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("layer", "projection", "in -> out", "shard offsets", "loader", "probe", "numeric"):
-        table.add_column(heading, no_wrap=heading != "shard offsets")
-    for check in report.projections:
-        offsets = ", ".join(f"{shard_id} {offset}" for shard_id, offset in check.shard_offsets)
+    ranked = any(check.ranks for check in report.projections)
+    headings = ("layer", "projection", "ranks", "in -> out", "shard offsets", "loader", "probe", "numeric")
+    for heading in headings:
+        if heading != "ranks" or ranked:
+            table.add_column(heading, no_wrap=heading != "shard offsets")
+    for check in fold(report.projections):
         table.add_row(
             str(check.layer),
             module_of(check.tensor),
+            *([ranks_text(check.ranks).partition(" ")[2]] if ranked else []),
             f"{check.input_size} -> {check.output_size}",
-            offsets,
+            _offsets(check),
             _verdict(check.built),
             _verdict(check.probe.verdict),
             _verdict(check.numeric.verdict),
@@ -39,11 +42,19 @@ def verify_table(report: VerifyReport) -> Table:
     return table
 
 
+def _offsets(check: ProjectionCheck) -> str:
+    """Where each part begins; of columns, which ranks share evenly, how many each has."""
+    offsets = check.shard_offsets
+    if check.axis == "rows" or not offsets:
+        return ", ".join(f"{shard_id} {offset}" for shard_id, offset in offsets)
+    return f"{check.input_size // len(offsets)} columns each"
+
+
 def verify_lines(report: VerifyReport, *, quiet: bool) -> Iterator[str]:
     """Everything below the table, the verdict last."""
     exact = report.exact
     if not quiet:
-        for check in report.projections:
+        for check in fold(report.projections):
             yield from _measured(check)
         digests = ", digests agree with the manifest" if exact.digests_checked and exact.verdict == "pass" else ""
         yield f"exact    {exact.verdict}: {exact.tensors} tensors, {decimal(exact.bytes)} against {exact.against}{digests}"
@@ -75,7 +86,8 @@ def finding_text(finding: Finding) -> str:
 
 def _measured(check: ProjectionCheck) -> Iterator[str]:
     """What probe and numeric saw of one projection, where it is more than a verdict."""
-    probe, numeric, name = check.probe, check.numeric, shown(check.tensor)
+    probe, numeric = check.probe, check.numeric
+    name = " ".join(filter(None, (ranks_text(check.ranks), shown(check.tensor))))
     if probe.verdict != "pass":
         place = probe.first_difference
         at = f", first at row {place.row} of {place.part}" if place else ""
@@ -88,7 +100,8 @@ def _measured(check: ProjectionCheck) -> Iterator[str]:
             if numeric.bitwise_equal
             else f"max |diff| {numeric.max_abs_diff:.3g}, max ULP {numeric.max_ulp}"
         )
-        yield f"numeric  {name}: fused against separate {same}; error / bound {numeric.worst:.3g}"
+        what = "fused against separate" if check.axis == "rows" else "sum against whole product"
+        yield f"numeric  {name}: {what} {same}; error / bound {numeric.worst:.3g}"
     else:
         yield f"numeric  not run: {name}: {numeric.reason}"
 

@@ -31,7 +31,12 @@ def left_out_lines(items: tuple[LeftOut, ...], *, verbose: bool) -> Iterator[str
 
 
 def module_of(tensor: str) -> str:
-    """The last part of a module path: `qkv_proj` of `model.layers.0.self_attn.qkv_proj.weight`."""
+    """The last part of a module path: `qkv_proj` of `model.layers.0.self_attn.qkv_proj.weight`.
+
+    One expert of a stack, `w13_weight[3]`, stays whole.
+    """
+    if tensor.endswith("]"):
+        return printable(tensor.rpartition(".")[2])
     return printable(tensor.rpartition(".")[0].rpartition(".")[2])
 
 
