@@ -25,7 +25,6 @@ from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.engines.vllm_sharded import layout_of
 from fusecheck.errors import CheckpointError, invisible, shown
 from fusecheck.exact import Finding, Slice, cut_part, home, join_in, packed_shape, span, stacks_of
-from fusecheck.exact_ranks import split_names
 from fusecheck.forms import Join
 from fusecheck.header import LIBRARY_HEADER_BYTES, TensorInfo
 from fusecheck.listing import CheckpointFiles
@@ -34,6 +33,7 @@ from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY
 from fusecheck.model import Model
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
+from fusecheck.split_form import split_names
 
 
 def slices_of(out: Mapping[str, TensorInfo], manifest: Manifest) -> tuple[list[Slice], list[Finding]]:

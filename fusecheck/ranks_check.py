@@ -10,23 +10,14 @@ from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.engines.vllm_sharded import VLLM, ShardedLayout, layout_of
 from fusecheck.exact import Finding, Slice
-from fusecheck.exact_ranks import (
-    Demand,
-    beyond,
-    constants,
-    held,
-    outside,
-    pair_rank,
-    prefix_of,
-    required,
-    split_names,
-)
+from fusecheck.exact_ranks import Demand, constants, held, outside, pair_rank
 from fusecheck.files import same_bytes
 from fusecheck.header import TensorInfo
 from fusecheck.manifest import Manifest, RanksEntry
 from fusecheck.mapping import HEADS
 from fusecheck.shards import RANK_FILE
 from fusecheck.sidefiles import MANIFEST
+from fusecheck.split_form import beyond, prefix_of, required, split_names
 
 
 @dataclass(slots=True)

@@ -10,12 +10,13 @@ from fusecheck.config import CONFIG
 from fusecheck.engines.vllm_sharded import layout_of
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.exact import Slice
-from fusecheck.exact_ranks import NORM, Demand, beyond, constants, held, outside, pair_rank
+from fusecheck.exact_ranks import NORM, Demand, constants, held, outside, pair_rank
 from fusecheck.header import TensorInfo, tensor_bytes
 from fusecheck.manifest import Manifest, RanksEntry
 from fusecheck.plan import Block, OutputTensor, Strip
 from fusecheck.shards import RANK_FILE
 from fusecheck.sidefiles import MANIFEST
+from fusecheck.split_form import beyond
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ The oracle cuts as an engine's weight_loader does, with chunk, narrow, cat and p
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from quantised import checkpoint
 from torch.nn.functional import pad
 
 from fusecheck import fuse, inspect, unfuse, verify
-from fusecheck.errors import FusecheckError, UnsupportedCheckpoint, UsageError
+from fusecheck.errors import CheckpointError, FusecheckError, UnsupportedCheckpoint, UsageError
 
 Whole: TypeAlias = torch.Tensor
 Cut: TypeAlias = Callable[[Whole], Whole]
@@ -482,3 +483,146 @@ def test_without_damage_all_three_ways_agree(tmp_path: Path) -> None:
     assert (report.verdict, report.exact.against) == ("equal", "manifest digests")
     (out / "fusecheck.json").unlink()
     assert verify(out, source=tmp_path / "elsewhere", exact_only=True).verdict == "equal"
+
+
+# ------------------------------------------------------------------------------------- what the engine registers
+
+MOE = "model.layers.0.mlp."
+KEYS: tuple[tuple[str, dict[str, object], dict[str, tuple[int, ...]], tuple[str, ...]], ...] = (
+    ("llama", {"attention_bias": True}, {}, ()),  # a bias of q, k, v, o by the config, none in the checkpoint
+    ("llama", {}, {"model.layers.0.mlp.down_proj.bias": (64,)}, ()),
+    ("llama", {}, {"model.layers.0.input_layernorm.bias": (64,)}, ()),
+    ("llama", {}, {"model.layers.0.self_attn.q_norm.weight": (16,)}, ()),
+    ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}, ()),
+    ("qwen3", {}, {"model.layers.0.mlp.gate.weight": (4, 64)}, ()),
+    ("qwen3_moe", {}, {f"{MOE}gate.bias": (6,)}, ()),
+    ("qwen3_moe", {}, {f"{MOE}experts.0.down_proj.bias": (64,)}, ()),
+    ("qwen3_moe", {}, {f"{MOE}down_proj.weight": (64, 96)}, ()),
+    ("qwen3_moe", {}, {}, (f"{MOE}shared_expert_gate.weight",)),
+    ("qwen3_moe", {}, {}, (f"{MOE}shared_expert.down_proj.weight",)),
+    ("qwen3_moe", {"shared_expert_intermediate_size": None}, {}, ()),
+)
+
+
+@pytest.mark.parametrize(("family", "changes", "more", "fewer"), KEYS)
+def test_a_key_that_the_engine_has_not_or_lacks_is_refused(
+    tmp_path: Path,
+    family: str,
+    changes: dict[str, object],
+    more: dict[str, tuple[int, ...]],
+    fewer: tuple[str, ...],
+) -> None:
+    """vLLM registers parameters by config.json: a key too many is a KeyError there, one too few a ValueError."""
+    made = checkpoint("plain", family)
+    made.config.update(changes)
+    made.tensors.update({name: ("BF16", shape, bytes(2 * math.prod(shape))) for name, shape in more.items()})
+    for name in fewer:
+        del made.tensors[name]
+    made.write(tmp_path / "in")
+    with pytest.raises(CheckpointError):
+        fuse(tmp_path / "in", tmp_path / "out", target=TARGET, tp=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_ranks_than_experts_are_refused(tmp_path: Path) -> None:
+    made = checkpoint("plain", "qwen3_moe")
+    made.config.update({"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8})
+    made.write(tmp_path / "in")
+    with pytest.raises(CheckpointError):
+        fuse(tmp_path / "in", tmp_path / "out", target=TARGET, tp=8)
+
+
+# ------------------------------------------------------------------------------------------- documents that lie
+
+
+def edit(path: Path, **changes: object) -> None:
+    value = json.loads(path.read_text())
+    value.update(changes)
+    path.write_text(json.dumps(value))
+
+
+def test_an_edited_config_says_nothing_of_what_ranks_hold(tmp_path: Path) -> None:
+    """With kv heads replicated, twice as many of them is a sound reading of the same bytes."""
+    out = cut(tmp_path, size=4)
+    edit(out / "config.json", num_key_value_heads=4)
+    with pytest.raises(CheckpointError, match="was edited"):
+        unfuse(out, tmp_path / "back")
+    assert verify(out, exact_only=True).verdict == "not_equal"
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2**31 - 1}, {"vocab_size": 2**31 - 1}])
+def test_foreign_numbers_end_at_once(tmp_path: Path, changes: dict[str, object]) -> None:
+    out = cut(tmp_path)
+    edit(out / "config.json", **changes)
+    assert verify(out, exact_only=True).verdict == "not_equal"
+
+
+LIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "left out": lambda manifest: manifest["ranks"]["left_out"].update(foo="model.safetensors"),
+    "dropped": lambda manifest: manifest["dropped"].update(
+        {"lm_head.weight": {"shard": "model.safetensors", "same_as": "model.norm.weight"}}
+    ),
+    "tp option": lambda manifest: manifest["options"].update(tp=4),
+    "ranks option": lambda manifest: manifest["options"].update(ranks="0"),
+    "ranks": lambda manifest: manifest["ranks"].update(numbers=[0]),
+    "tp": lambda manifest: manifest["ranks"].update(tp=4),
+    "versions": lambda manifest: manifest["ranks"].update(versions="9.9"),
+    "a renamed source": lambda manifest: manifest["ranks"]["sources"].update(
+        {"language_model.model.embed_tokens.weight": manifest["ranks"]["sources"].pop("model.embed_tokens.weight")}
+    ),
+    "a source over": lambda manifest: manifest["ranks"]["sources"].update(more="model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_manifest_that_lies_is_found(tmp_path: Path, name: str) -> None:
+    out = cut(tmp_path)
+    path = out / "fusecheck.json"
+    manifest = json.loads(path.read_text())
+    LIES[name](manifest)
+    path.write_text(json.dumps(manifest))
+    (tmp_path / "in").rename(tmp_path / "elsewhere")
+    assert verify(out, exact_only=True).verdict == "not_equal"
+
+
+def test_without_a_manifest_the_files_say_for_how_many_ranks_they_are(tmp_path: Path) -> None:
+    out = cut(tmp_path, max_shard_size="1KB")
+    (out / "fusecheck.json").unlink()
+    assert verify(out, source=tmp_path / "in", exact_only=True).verdict == "equal"
+    one = out / "model-rank-0-part-0.safetensors"
+    one.rename(out / "model-rank-00-part-0.safetensors")  # no name that the engine looks for
+    assert verify(out, source=tmp_path / "in", exact_only=True).verdict == "not_equal"
+
+
+def test_a_source_that_dropped_its_tied_head_is_the_same_source(tmp_path: Path) -> None:
+    spec = Spec(lm_head="equal")
+    out = cut(tmp_path, spec, size=1)
+    fuse(tmp_path / "in", tmp_path / "fused", drop_tied_lm_head=True)
+    assert verify(out, source=tmp_path / "fused", exact_only=True).verdict == "equal"
+
+
+def test_a_tied_head_that_changed_is_no_output_that_stands(tmp_path: Path) -> None:
+    spec = Spec(lm_head="equal")
+    out = cut(tmp_path, spec, size=1)
+    flip(tmp_path / "in" / "model.safetensors", "lm_head.weight", 0)
+    with pytest.raises(UsageError, match="not empty"):
+        fuse(tmp_path / "in", out, target=TARGET, tp=1)
+
+
+def test_ranks_in_another_order_are_the_same_output(tmp_path: Path) -> None:
+    out = cut(tmp_path, size=4, ranks="3,1")
+    assert fuse(tmp_path / "in", out, target=TARGET, tp=4, ranks="1,3").verdict == "already_done"
+    whole_out = tmp_path / "whole"
+    fuse(tmp_path / "in", whole_out, target=TARGET, tp=2, ranks="0,1")
+    assert fuse(tmp_path / "in", whole_out, target=TARGET, tp=2).verdict == "already_done"
+
+
+def test_a_difference_is_named_by_rows_of_rank_and_source(tmp_path: Path) -> None:
+    out = cut(tmp_path, size=2)
+    name = f"{BASE}self_attn.qkv_proj.weight"
+    flip(out / "model-rank-1-part-0.safetensors", name, -1)
+    (out / "fusecheck.json").unlink()
+    finding = verify(out, source=tmp_path / "in", exact_only=True).exact.findings[0]
+    rank_rows, source_rows = 4 * 8 // 2 + 2 * (2 * 8 // 2), 2 * 8
+    assert (finding.row, finding.part_row) == (rank_rows - 1, source_rows - 1)
+    assert finding.part == f"{BASE}self_attn.v_proj.weight"

@@ -13,7 +13,7 @@ from fusecheck.reader import Reader
 from fusecheck.stores.daemons import Daemons
 from fusecheck.stores.schedule import GAP, LARGEST, MIB, OPEN, Window, by_grain, schedule
 
-HELD = 512 * MIB
+HELD = 448 * MIB
 """Bytes that are fetched or in flight and not yet read, at most."""
 IN_FLIGHT = 8
 """Requests at one time."""
