@@ -188,7 +188,7 @@ def _joined(
                 width,
                 width,
                 share.name,
-                0 if share.axis == 1 else rows,
+                0 if share.axis == 1 else rows - shape[0],
                 source=whole,
                 source_start=start,
                 source_stride=row if share.axis == 1 else width,
