@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as quoted
@@ -92,15 +92,15 @@ class OutputTensor(NamedTuple):
     shape: tuple[int, ...]
     source: TensorInfo
     """The tensor itself, the first of several parts, or the whole that this is cut out of."""
-    cuts: tuple[Strip, ...] | None = None
-    """Its strips, where they do not follow from `group`, or from `source` alone."""
+    cuts: tuple[Strip, ...] | Callable[[], tuple[Strip, ...]] | None = None
+    """Its strips, or what works them out, where they do not follow from `group`, or from `source` alone."""
     group: Group | None = None
 
     @property
     def strips(self) -> tuple[Strip, ...]:
         """What it is made of. Worked out when asked for: a plan that is only looked at has no need of a million blocks."""
         if self.cuts is not None:
-            return self.cuts
+            return self.cuts() if callable(self.cuts) else self.cuts
         return ((contiguous(self.source),),) if self.group is None else _strips(self.group)
 
     @property

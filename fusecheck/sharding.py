@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.engines.vllm_sharded import Bias, Cut, Module, ShardedLayout, Stack, When
@@ -247,11 +248,8 @@ class _Builder:
         shape = (rows, *shapes[0][1:]) if experts is None else (experts, rows // experts, *shapes[0][1:])
         axes = [axis_of(cut, suffix) for _, cut in parts]
         for number, tensors in enumerate(self.ranks):
-            strips = tuple(
-                (_block(tensor, axis, *self._shares[cut][number]),)
-                for (tensor, cut), axis in zip(parts, axes, strict=True)
-            )
-            tensors.append(OutputTensor(name, first.dtype, shape, first, strips))
+            shares = {cut: found[number] for cut, found in self._shares.items()}
+            tensors.append(OutputTensor(name, first.dtype, shape, first, partial(_strips, parts, axes, shares)))
 
     def _shape(self, tensor: TensorInfo, cut: Cut, suffix: str) -> tuple[int, ...]:
         """Shape of one share: whole rows, whole bytes, and where it has scales whole blocks."""
@@ -292,6 +290,13 @@ class _Builder:
             if padding:
                 strips.append(Constant(bytes(padding)))
             tensors.append(OutputTensor(name, tensor.dtype, (rows, *tensor.shape[1:]), tensor, tuple(strips)))
+
+
+def _strips(
+    parts: Sequence[tuple[TensorInfo, Cut]], axes: Sequence[int | None], shares: Mapping[Cut, tuple[int, int]]
+) -> tuple[Strip, ...]:
+    """One share of each part, one below the other."""
+    return tuple([(_block(tensor, axis, *shares[cut]),) for (tensor, cut), axis in zip(parts, axes, strict=True)])
 
 
 def _block(tensor: TensorInfo, axis: int | None, number: int, count: int) -> Block:
