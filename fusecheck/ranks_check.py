@@ -15,7 +15,7 @@ from fusecheck.files import same_bytes
 from fusecheck.header import TensorInfo
 from fusecheck.manifest import Manifest, RanksEntry
 from fusecheck.mapping import HEADS
-from fusecheck.shards import RANK_FILE
+from fusecheck.shards import by_rank
 from fusecheck.sidefiles import MANIFEST
 from fusecheck.split_form import beyond, prefix_of, required, split_names
 
@@ -37,9 +37,9 @@ def check_ranks(
     """Every byte of every rank. Without a source the manifest says which split tensors there were."""
     check = RanksCheck()
     entry = manifest.ranks if manifest is not None else None
-    by_rank = _by_rank(out, check)
+    ranks = _ranks(out, check)
     layout = layout_of(entry.engine, entry.versions) if entry is not None else VLLM
-    check.tp = entry.tp if entry is not None else declared_tp(out) or len(by_rank)
+    check.tp = entry.tp if entry is not None else declared_tp(out) or len(ranks)
     view = split_names(source.tensors, source.config) if source is not None else None
     names = set(view) if view is not None else set(entry.sources) if entry is not None else set[str]()
     if layout is None:
@@ -47,10 +47,10 @@ def check_ranks(
     elif names and (odd := beyond(config, names)) is not None:
         check.findings.append(Finding(f"{odd} is larger than the number of tensors", CONFIG))
     elif names:
-        _check_numbers(by_rank, check.tp, entry, layout, check)
+        _check_numbers(ranks, check.tp, entry, layout, check)
         demand = _demand(names, config, layout, check, against="the manifest" if view is None else "the source")
         _check_spare(demand, names, manifest, check)
-        for rank, own in sorted(by_rank.items()):
+        for rank, own in ranks.items():
             slices, found = pair_rank(rank, own, demand, view)
             check.findings += found
             check.slices += _digested(slices, own, entry, check) if entry is not None else _flat(slices)
@@ -58,14 +58,14 @@ def check_ranks(
     return check
 
 
-def _by_rank(out: Checkpoint, check: RanksCheck) -> dict[int, dict[str, TensorInfo]]:
+def _ranks(out: Checkpoint, check: RanksCheck) -> dict[int, dict[str, TensorInfo]]:
     found: dict[int, dict[str, TensorInfo]] = {}
-    for tensor in out.tensors.values():
-        match = RANK_FILE.fullmatch(tensor.shard)
-        own = found.setdefault(int(match[1]) if match else -1, {})
-        if tensor.name in own:
-            check.findings.append(Finding(f"is in {own[tensor.name].shard} too", tensor.shard, tensor.name))
-        own[tensor.name] = tensor
+    for rank, tensors in by_rank(out.tensors.values()).items():
+        own = found.setdefault(rank, {})
+        for tensor in tensors:
+            if tensor.name in own:
+                check.findings.append(Finding(f"is in {own[tensor.name].shard} too", tensor.shard, tensor.name))
+            own[tensor.name] = tensor
     return found
 
 

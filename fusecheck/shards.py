@@ -114,6 +114,15 @@ def cut_already(name: str) -> UnsupportedCheckpoint:
     )
 
 
+def by_rank(tensors: Iterable[TensorInfo]) -> dict[int, list[TensorInfo]]:
+    """The tensors of each rank, whatever parts they lie in; the ranks in order."""
+    found: dict[int, list[TensorInfo]] = {}
+    for tensor in tensors:
+        match = RANK_FILE.fullmatch(tensor.shard)
+        found.setdefault(int(match[1]) if match else -1, []).append(tensor)
+    return dict(sorted(found.items()))
+
+
 def lane_name(path: str) -> str:
     """What files that are cut out of the same tensors have in common: `model-rank-3-part-0.safetensors` is of part 0."""
     match = RANK_FILE.fullmatch(path)

@@ -11,10 +11,10 @@ from fusecheck.engines.vllm_sharded import layout_of
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.exact import Slice
 from fusecheck.exact_ranks import NORM, Demand, constants, held, outside, pair_rank
-from fusecheck.header import TensorInfo, tensor_bytes
+from fusecheck.header import tensor_bytes
 from fusecheck.manifest import Manifest, RanksEntry
 from fusecheck.plan import Block, OutputTensor, Strip
-from fusecheck.shards import RANK_FILE
+from fusecheck.shards import by_rank
 from fusecheck.sidefiles import MANIFEST
 from fusecheck.split_form import beyond
 
@@ -64,12 +64,9 @@ def whole_tensors(checkpoint: Checkpoint, manifest: Manifest) -> list[Whole]:
 
 def _shares(checkpoint: Checkpoint, demand: Demand, entry: RanksEntry) -> dict[str, dict[int, _Share]]:
     """Split tensor -> where a share begins in it -> the share, as the first rank that holds it has it."""
-    by_rank: dict[int, dict[str, TensorInfo]] = {}
-    for tensor in checkpoint.tensors.values():
-        match = RANK_FILE.fullmatch(tensor.shard)
-        by_rank.setdefault(int(match[1]) if match else -1, {})[tensor.name] = tensor
     found: dict[str, dict[int, _Share]] = {}
-    for rank, own in sorted(by_rank.items()):
+    for rank, tensors in by_rank(checkpoint.tensors.values()).items():
+        own = {tensor.name: tensor for tensor in tensors}
         slices, findings = pair_rank(rank, own, demand, None)
         if findings:
             first = findings[0]
