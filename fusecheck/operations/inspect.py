@@ -20,7 +20,7 @@ from fusecheck.header import MAX_HEADER_BYTES, TensorInfo, strict_json
 from fusecheck.hub import resolve
 from fusecheck.mapping import HEADS, PACKINGS, PREFIXES, Packing
 from fusecheck.model import survey
-from fusecheck.shards import cut_already
+from fusecheck.shards import by_rank, cut_already
 from fusecheck.sidefiles import LeftOut
 from fusecheck.stores import is_remote, open_source
 
@@ -151,10 +151,9 @@ def _first_rank(checkpoint: Checkpoint) -> tuple[Mapping[str, TensorInfo], int |
     """The tensors by name, of one rank where it is cut for several; and for how many."""
     if not checkpoint.ranked:
         return checkpoint.tensors, None
-    ranks = {shard.name.partition("-part-")[0] for shard in checkpoint.shards}
-    first = f"{checkpoint.shards[0].name.partition('-part-')[0]}-part-"
-    own = {tensor.name: tensor for tensor in checkpoint.tensors.values() if tensor.shard.startswith(first)}
-    return own, declared_tp(checkpoint) or len(ranks)
+    ranks = by_rank(checkpoint.tensors.values())
+    first = next(iter(ranks.values()), [])
+    return {tensor.name: tensor for tensor in first}, declared_tp(checkpoint) or len(ranks)
 
 
 def _by_layer(tensors: Mapping[str, TensorInfo]) -> dict[int, list[tuple[str, TensorInfo]]]:
