@@ -15,6 +15,7 @@ __all__ = [
     "run_part",
     "unfuse",
     "verify",
+    "verify_layers",
 ]
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
     from fusecheck.operations.run import run_part
     from fusecheck.operations.unfuse import unfuse
     from fusecheck.operations.verify import verify
+    from fusecheck.operations.verify_layers import verify_layers
 else:
     _PLACES = {
         "load_model": "fusecheck.engines.nano_vllm",
         "packed_modules_mapping": "fusecheck.mapping",
         **{
             verb: f"fusecheck.operations.{verb}"
-            for verb in ("bench", "finalize", "fuse", "inspect", "unfuse", "verify")
+            for verb in ("bench", "finalize", "fuse", "inspect", "unfuse", "verify", "verify_layers")
         },
         "make_plan": "fusecheck.operations.plan",  # `fusecheck.plan` is the module that plans one output
         "run_part": "fusecheck.operations.run",

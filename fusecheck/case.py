@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,7 +55,20 @@ class Case:
         self.findings.append(Finding(problem, error.file, error.tensor))
 
 
-def read_out(case: Case, stack: ExitStack) -> None:
+@contextmanager
+def opened_case(out: str | Path, source: str | Path | None) -> Iterator[Case]:
+    """OUT and its source, open for the block; SystemFailure at its end where either has changed meanwhile."""
+    case = Case(os.fspath(out) if is_remote(os.fspath(out)) else str(Path(out)))
+    with ExitStack() as stack:
+        _read_out(case, stack)
+        _open_source(case, None if source is None else os.fspath(source), stack)
+        yield case
+        for opened in (case.out, case.source):
+            if opened is not None:
+                opened.files.check_unchanged()
+
+
+def _read_out(case: Case, stack: ExitStack) -> None:
     """OUT as a server would read it."""
     if is_remote(case.place):
         _read_stored(case, stack)
@@ -96,7 +110,7 @@ def _read_folder(case: Case, stack: ExitStack) -> None:
         case.blame(error)
 
 
-def open_source(case: Case, named: str | None, stack: ExitStack) -> None:
+def _open_source(case: Case, named: str | None, stack: ExitStack) -> None:
     """The source that was named, else the one that the manifest records if it is still that one, else none."""
     manifest = case.manifest
     if named is None and not case.described:

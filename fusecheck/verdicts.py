@@ -81,6 +81,19 @@ class ProjectionCheck:
     """What shard_offsets count."""
 
 
+def verdicts_of(checks: Iterable[ProjectionCheck], exact: Verdict = "not run") -> tuple[bool, tuple[str, ...]]:
+    """Whether anything failed, and which of exact, probe and numeric passed. What was built is part of `exact`."""
+    checks = tuple(checks)
+    built = [check.built for check in checks]
+    seen: dict[str, list[Verdict]] = {
+        "exact": [exact, *built] if exact != "not run" else [],
+        "probe": [check.probe.verdict for check in checks],
+        "numeric": [check.numeric.verdict for check in checks],
+    }
+    failed = "fail" in built or any("fail" in verdicts for verdicts in seen.values())
+    return failed, tuple(name for name, verdicts in seen.items() if "pass" in verdicts and "fail" not in verdicts)
+
+
 def fold(checks: Iterable[ProjectionCheck]) -> list[ProjectionCheck]:
     """Ranks of which one tensor has the same sizes and the same verdicts become one line, in the place of the first."""
     found: dict[object, ProjectionCheck] = {}

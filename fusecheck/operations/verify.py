@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fusecheck import __version__, digest
 from fusecheck.ahead import read_ahead
 from fusecheck.beside import check_alone, check_config, check_side_files, declared_tp, notes
-from fusecheck.case import Case, open_source, read_out
+from fusecheck.case import Case, opened_case
 from fusecheck.case_store import files_at
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.compare import compare_all, out_reads, source_reads
@@ -28,15 +26,13 @@ from fusecheck.listing import CheckpointFiles
 from fusecheck.manifest import Manifest
 from fusecheck.manifest_check import check_manifest, check_unopened, layout_wanted, slices_of
 from fusecheck.mapping import LAYOUT
+from fusecheck.on_device import Lab, prepare, project
 from fusecheck.ranks_check import check_ranks
 from fusecheck.reader import Progress
 from fusecheck.source_check import check_sha256
 from fusecheck.stores import is_remote
 from fusecheck.stores.windows import HELD
-from fusecheck.verdicts import ProjectionCheck
-
-if TYPE_CHECKING:
-    import torch
+from fusecheck.verdicts import ProjectionCheck, verdicts_of
 
 MAX_FINDINGS = 100
 """Findings that a report carries; `finding_count` counts all."""
@@ -79,16 +75,6 @@ class VerifyReport:
     warnings: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Lab:
-    """Where probe and numeric run, and for which layers."""
-
-    layers: tuple[int, ...] = ()
-    device: torch.device | None = None
-    name: str | None = None
-    note: str | None = None
-
-
 def verify(
     out: str | Path,
     *,
@@ -110,18 +96,12 @@ def verify(
     UsageError (exit 2) where there is nothing to verify or to compare with, CheckpointError (3) where the source is
     malformed, SystemFailure (4) where the environment fails.
     """
-    case = Case(os.fspath(out) if is_remote(os.fspath(out)) else str(Path(out)))
-    with ExitStack() as stack:
-        read_out(case, stack)
-        open_source(case, None if source is None else os.fspath(source), stack)
-        lab = _Lab() if exact_only else _prepare(case, tuple(layers), device)
+    with opened_case(out, source) as case:
+        lab = Lab() if exact_only else prepare(case, tuple(layers), device)
         _exact(case, on_progress)
         if check_source:
             _check_source(case, on_source)
-        projections = _project(case, lab, seed, all_experts=all_experts)
-        for opened in (case.out, case.source):
-            if opened is not None:
-                opened.files.check_unchanged()
+        projections = project(case, lab, seed, all_experts=all_experts)
         return _conclude(case, lab, projections, seed)
 
 
@@ -221,78 +201,14 @@ def _check_folder(case: Case, out: Checkpoint) -> None:
     case.notes += notes(out, known, ours=manifest is not None)
 
 
-def _prepare(case: Case, layers: tuple[int, ...], device: str) -> _Lab:
-    """Find what was asked wrongly, or is not there, before a terabyte is compared."""
-    if case.config is not None:
-        count = case.config.num_hidden_layers
-        beyond = next((layer for layer in layers if not 0 <= layer < count), None)
-        if beyond is not None:
-            raise UsageError("--layer is beyond the model", found=beyond, wanted=f"0 to {count - 1}")
-        layers = tuple(sorted(set(layers or (0, count // 2, count - 1))))
-    if importlib.util.find_spec("torch") is None:
-        if device != "auto":
-            raise SystemFailure(f"--device {device} needs torch, which is missing", remedy="pip install torch")
-        case.warnings.append("probe and numeric not run: torch is not installed; exact needs none")
-        return _Lab(layers)
-    from fusecheck.device import describe, pick_device  # noqa: PLC0415 - torch costs seconds and 200 MB
-
-    chosen = pick_device(device)
-    about = describe(chosen)
-    return _Lab(layers, chosen, about.name, about.note)
-
-
-def _project(case: Case, lab: _Lab, seed: int, *, all_experts: bool) -> tuple[ProjectionCheck, ...]:
-    """Probe and numeric, where there is a device and OUT is a model."""
-    if lab.device is None:
-        return ()
-    if case.out is not None and case.out.ranked and case.config is not None:
-        return _project_ranks(case, case.out, lab, lab.device, seed, all_experts=all_experts)
-    if case.out is None or case.model is None:
-        case.notes.append("probe and numeric not run: OUT is not a complete model")
-        return ()
-    if case.source is None and (case.findings or case.manifest is None):
-        case.notes.append("probe and numeric not run: without a source they need a manifest that agrees with OUT")
-        return ()
-    if case.source is None:
-        case.notes.append("probe and numeric: the split weights are cut out of OUT at the manifest's offsets")
-    from fusecheck.projections import check_projections  # noqa: PLC0415 - as above
-
-    checks = check_projections(
-        case.out, case.source, case.manifest, case.model, lab.layers, lab.device, seed, all_experts=all_experts
-    )
-    case.notes += checks.notes
-    return checks.projections
-
-
-def _project_ranks(
-    case: Case, out: Checkpoint, lab: _Lab, device: torch.device, seed: int, *, all_experts: bool
-) -> tuple[ProjectionCheck, ...]:
-    """Probe and numeric of what ranks hold. Cut out of themselves they would prove nothing."""
-    if case.source is None:
-        case.notes.append(
-            "probe and numeric not run: the source is gone, and ranks cut out of themselves prove nothing"
-        )
-        return ()
-    from fusecheck.rank_projections import check_rank_projections  # noqa: PLC0415 - as above
-
-    checks = check_rank_projections(out, case.source, case.manifest, lab.layers, device, seed, all_experts=all_experts)
-    case.notes += checks.notes
-    return checks.projections
-
-
-def _conclude(case: Case, lab: _Lab, projections: tuple[ProjectionCheck, ...], seed: int) -> VerifyReport:
+def _conclude(case: Case, lab: Lab, projections: tuple[ProjectionCheck, ...], seed: int) -> VerifyReport:
     exact = _exact_report(case)
-    verdicts = {
-        "exact": [exact.verdict, *(check.built for check in projections)],
-        "probe": [check.probe.verdict for check in projections],
-        "numeric": [check.numeric.verdict for check in projections],
-    }
-    failed = any("fail" in seen for seen in verdicts.values())
+    failed, proved = verdicts_of(projections, exact.verdict)
     return VerifyReport(
         verdict="not_equal" if failed else "equal",
         out=case.place,
         source=case.source.files.place if case.source is not None else None,
-        proved=tuple(name for name, seen in verdicts.items() if "pass" in seen and "fail" not in seen),
+        proved=proved,
         exact=exact,
         layers=lab.layers,
         projections=projections,
