@@ -34,8 +34,11 @@ _PLACES = re.compile(r"https?://\S*|(?<=path )\S*|(?<=location )\S*")
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
 
 
-def connect(address: Address) -> ObjectStore:
-    """The bucket and prefix of an address. SystemFailure without obstore, UsageError for plain http to another host."""
+def connect(address: Address, *, silent: timedelta = timedelta(seconds=60)) -> ObjectStore:
+    """The bucket and prefix of an address. SystemFailure without obstore, UsageError for plain http to another host.
+
+    `silent` is how long an answer may take to begin, or to go on.
+    """
     try:
         from obstore import store  # noqa: PLC0415 - an extra
     except ImportError:
@@ -45,7 +48,7 @@ def connect(address: Address) -> ObjectStore:
     client: ClientConfig = {
         "allow_http": _plain_http(address.kind),  # given either way, so that the environment cannot allow it
         "connect_timeout": timedelta(seconds=10),
-        "read_timeout": timedelta(seconds=60),
+        "read_timeout": silent,
         "timeout": timedelta(minutes=10),
         "user_agent": "fusecheck",
     }

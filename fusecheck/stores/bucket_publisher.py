@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from fusecheck.errors import FusecheckError, SystemFailure
@@ -33,6 +34,8 @@ _CONFLICTS = 5
 """Commits that are refused although nothing is there, one after the other."""
 _ABORT_SECONDS = 30
 """How long the abort of a multipart is waited for: a store that is silent has the process no longer."""
+_JOINED = timedelta(minutes=5)
+"""How long a store may be silent: before it answers it takes a part in, or joins the parts of a large object."""
 _HELD = 64 * MIB
 """Bytes of parts in flight, or one part where that is more."""
 
@@ -42,7 +45,7 @@ class BucketPublisher:
 
     def __init__(self, address: Address, *, allow_unconditional: bool = False) -> None:
         self._where = str(address)
-        self._store = connect(address)
+        self._store = connect(address, silent=_JOINED)
         self._allow_unconditional = allow_unconditional
         self._conditional: bool | None = None
         self._threads = Daemons(16, "fusecheck-put")

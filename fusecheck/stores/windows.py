@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from enum import Enum, auto
+from mmap import mmap
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 from fusecheck.errors import SystemFailure
 from fusecheck.reader import Reader
@@ -27,6 +28,11 @@ class _State(Enum):
     DROPPED = auto()
 
 
+Memory: TypeAlias = bytes | mmap
+"""Of one window. Mapped, since blocks of just these sizes, freed by other threads, leave malloc with 200 MB of holes."""
+_NOTHING: Memory = b""
+
+
 class _Slot:
     """A window and what has become of it; guarded by the lock of its `Windows`, but for the bytes once READY."""
 
@@ -38,7 +44,7 @@ class _Slot:
         self.state = _State.PLANNED
         self.readers = 0
         """Who copies out of `data` now: so long it is not used for another window."""
-        self.data = bytearray()
+        self.data = _NOTHING
         self.error: BaseException | None = None
 
 
@@ -70,7 +76,7 @@ class Windows:
         self._grain = largest = max(1, min(largest, held // (2 * OPEN)))  # what is being read takes half at most
         self._slots = [_Slot(window) for window in schedule(ranges, largest=largest, gap=gap)]
         self._index = by_grain([slot.window for slot in self._slots], largest)
-        self._spare: list[bytearray] = []  # a fresh one costs more than what is copied into it
+        self._spare: list[mmap] = []  # a fresh one costs more than what is copied into it
         self._change = threading.Condition()
         self._next = self._flying = self._held = 0
         self._in_flight = in_flight
@@ -158,9 +164,9 @@ class Windows:
             return
         if slot.state in {_State.READY, _State.FAILED}:
             self._held -= slot.window.size
-        if len(slot.data) == self._grain:
+        if isinstance(slot.data, mmap) and len(slot.data) == self._grain:
             self._spare.append(slot.data)
-        slot.state, slot.data = _State.DROPPED, bytearray()
+        slot.state, slot.data = _State.DROPPED, _NOTHING
         self._advance()
 
     def _room(self, slot: _Slot) -> bool:
@@ -192,7 +198,7 @@ class Windows:
 
     def _fetch(self, slot: _Slot) -> None:
         error: BaseException | None = None
-        data = bytearray()
+        data = _NOTHING
         try:
             data = self._buffer(slot.window.size)
             self._source.read_into(slot.window.file, slot.window.start, memoryview(data))
@@ -201,15 +207,18 @@ class Windows:
         with self._change:
             self._flying -= 1
             slot.state = _State.READY if error is None else _State.FAILED
-            slot.data, slot.error = (data, None) if error is None else (bytearray(), error)
+            slot.data, slot.error = (data, None) if error is None else (_NOTHING, error)
             if slot.left <= 0:  # read directly meanwhile
                 self._served(slot, 0)
             elif not self._closed:
                 self._advance()
             self._change.notify_all()
 
-    def _buffer(self, size: int) -> bytearray:
+    def _buffer(self, size: int) -> mmap:
         with self._change:
             if size == self._grain and self._spare:
                 return self._spare.pop()
-        return bytearray(size)
+        try:
+            return mmap(-1, size)
+        except OSError as error:
+            raise SystemFailure(f"no memory to read ahead: {error.strerror}", found=f"{size} bytes") from None
