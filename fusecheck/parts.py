@@ -6,7 +6,7 @@ beside a record of the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,9 @@ from fusecheck.errors import SystemFailure, UsageError
 from fusecheck.lanes import OnBytes, lanes_of, send
 from fusecheck.ledger import Record, add_record, begin, check_mark, find_records, judge
 from fusecheck.planned import Plan
-from fusecheck.reader import Progress
+from fusecheck.reader import Progress, StoredFile
 from fusecheck.shards import lane_name
+from fusecheck.sidefiles import MANIFEST
 from fusecheck.stores import Target, is_remote, open_publisher
 from fusecheck.target import free_space
 from fusecheck.work import Work, reader_of
@@ -32,8 +33,8 @@ def opened_target(out: str, digest: str = "", *, allow_unconditional: bool) -> I
         target.close()
 
 
-def part_of(plan: Plan, part: int, parts: int) -> tuple[int, ...]:
-    """Numbers of the objects of part `part` (from 0) of `parts`: the largest first, each to whoever has least so far.
+def shares_of(plan: Plan, parts: int) -> list[tuple[int, ...]]:
+    """Part -> numbers of its objects, for those of `parts` that have any: the largest first, each to whoever has least.
 
     What is cut out of the same tensors stays together.
     """
@@ -41,12 +42,55 @@ def part_of(plan: Plan, part: int, parts: int) -> tuple[int, ...]:
     for number, item in enumerate(plan.objects):
         lanes.setdefault(lane_name(item.name), []).append(number)
     sized = [(sum(plan.objects[number].size for number in lane), lane) for lane in lanes.values()]
-    load, mine = [0] * parts, list[int]()
+    load = [0] * min(parts, len(sized))  # whoever comes later gets nothing, however many they are
+    shares: list[list[int]] = [[] for _ in load]
     for size, lane in sorted(sized, key=lambda pair: (-pair[0], pair[1])):
         least = load.index(min(load))
         load[least] += size
-        mine += lane if least == part else []
-    return tuple(sorted(mine))
+        shares[least] += lane
+    return [tuple(sorted(share)) for share in shares]
+
+
+def part_of(plan: Plan, part: int, parts: int) -> tuple[int, ...]:
+    """Numbers of the objects of part `part` (from 0) of `parts`."""
+    shares = shares_of(plan, parts)
+    return shares[part] if part < len(shares) else ()
+
+
+class Committed(Exception):
+    """The same plan was committed meanwhile: there is nothing left to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastLook:
+    """A target where a file appears only if, once all of it has been read, the source is unchanged and OUT still waits.
+
+    A run may be slow, its twin long done, OUT committed and the source gone or written anew: what was read of that must
+    never replace what stands.
+    """
+
+    target: Target
+    work: Work
+
+    def have(self, name: str) -> StoredFile | None:
+        """What stands there under a name, or None."""
+        return self.target.have(name)
+
+    def put(self, name: str, blocks: Iterator[memoryview], size: int) -> StoredFile:
+        """As the target's; SystemFailure, UsageError or Committed instead of its end."""
+        return self.target.put(name, self._then_look(blocks), size)
+
+    def commit(self, manifest: bytes) -> bool:
+        """As the target's; UsageError where OUT has become another plan's."""
+        check_mark(self.target, self.work.plan)
+        return self.target.commit(manifest)
+
+    def _then_look(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        yield from blocks
+        self.work.job.checkpoint.files.check_unchanged()
+        check_mark(self.target, self.work.plan)
+        if self.target.have(MANIFEST) is not None:
+            raise Committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +103,7 @@ class PartDone:
 
 def run_objects(work: Work, target: Target, part: tuple[int, int], on_progress: Progress | None) -> PartDone:
     """Write the objects of a part that do not stand there yet, a record after each."""
-    plan, job = work.plan, work.job
+    plan = work.plan
     numbers = part_of(plan, *part)
     standing = judge(target, plan)
     begin(target, plan, standing)
@@ -67,23 +111,31 @@ def run_objects(work: Work, target: Target, part: tuple[int, int], on_progress: 
     left = [number for number in numbers if number not in good]
     if left and standing.committed:
         raise spoilt(plan, plan.objects[left[0]].name)
-    files = {job.shards[number].file.path: number for number in left}
-    size = sum(plan.objects[number].size for number in left)
-    _require_space(plan.out, size)
-    tell = counter(size, on_progress)
-    with reader_of(work.origin, [job.shards[number].file for number in left]) as reader:
-        for lane in lanes_of(job.shards[number].file for number in left):
-            check_mark(target, plan)
-            sent = send(lane, reader, target, tell, sha256=job.options.checksums)
-            job.checkpoint.files.check_unchanged()
-            for item in sent:
-                record = Record(plan.digest, item.file.path, item.stored, item.written, item.sha256, part)
-                add_record(target, files[item.file.path], record)
+    try:
+        _write(work, target, left, part, on_progress)
+    except Committed:
+        return run_objects(work, target, part, on_progress)
     names = [plan.objects[number].name for number in numbers]
     written = {plan.objects[number].name for number in left}
     return PartDone(
         tuple(name for name in names if name in written), tuple(name for name in names if name not in written)
     )
+
+
+def _write(
+    work: Work, target: Target, left: Sequence[int], part: tuple[int, int], on_progress: Progress | None
+) -> None:
+    plan, job = work.plan, work.job
+    files = {job.shards[number].file.path: number for number in left}
+    size = sum(plan.objects[number].size for number in left)
+    _require_space(plan.out, size)
+    tell = counter(size, on_progress)
+    planned = [job.shards[number].file for number in left]
+    with reader_of(work.origin, planned) as reader:
+        for lane in lanes_of(planned):
+            for item in send(lane, reader, LastLook(target, work), tell, sha256=job.options.checksums):
+                record = Record(plan.digest, item.file.path, item.stored, item.written, item.sha256, part)
+                add_record(target, files[item.file.path], record)
 
 
 def _require_space(out: str, needed: int) -> None:
