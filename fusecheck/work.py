@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from fusecheck.mapping import Experts
 from fusecheck.origin import Origin, Reading, open_origin
 from fusecheck.plan import PlannedFile
 from fusecheck.planned import Estimate, Plan, PlannedObject
-from fusecheck.reader import Reader
+from fusecheck.reader import Reader, StoredFile
 from fusecheck.stores import is_remote
 from fusecheck.stores.address import parse
 from fusecheck.stores.bucket_publisher import part_size
@@ -45,6 +45,17 @@ class Work:
 def reader_of(origin: Origin, files: Iterable[PlannedFile]) -> AbstractContextManager[Reader]:
     """A reader for these files, one after another."""
     return read_ahead(origin.checkpoint.files, (read for lane in lanes_of(files) for read in lane_reads(lane)))
+
+
+def open_shared(place: str, reading: Reading, frozen: Mapping[str, StoredFile] | None = None) -> Origin:
+    """Open SRC as any machine sees it. What is no folder here is never taken for a repository of that name."""
+    if not is_remote(place) and not os.path.lexists(place):
+        raise UsageError(
+            "SRC does not exist here",
+            file=place,
+            wanted="a folder that every machine sees, or a URL such as hf://owner/name",
+        )
+    return open_origin(place, reading=reading, frozen=frozen)
 
 
 def checked_options(options: Options) -> Options:
@@ -80,8 +91,9 @@ def same_work(plan: Plan) -> Iterator[Work]:
             wanted=fusecheck.__version__,
             remedy="plan again with this one, or run the other one everywhere",
         )
-    origin = open_origin(plan.source, reading=plan.reading, frozen=plan.files)
+    origin = open_shared(plan.source, plan.reading, plan.files)
     with origin.checkpoint:
+        _refuse_overlap(origin, plan.out)
         try:
             job = decide(origin.checkpoint, plan.options)
         except CheckpointError as error:  # it could be planned, so it was another one then
@@ -96,8 +108,8 @@ def _plan(origin: Origin, job: Job, out: str, reading: Reading, like: Plan | Non
     names = {file.path for file in weights}
     return Plan(
         fusecheck_version=fusecheck.__version__,
-        source=origin.place,
-        out=out,
+        source=_spelt(origin.place),
+        out=_spelt(out),
         options=job.options,
         reading=reading,
         provenance=origin.provenance(out) if like is None else like.provenance,
@@ -106,6 +118,11 @@ def _plan(origin: Origin, job: Job, out: str, reading: Reading, like: Plan | Non
         beside=tuple(_object(file) for file in job.files if file.path not in names),
         estimate=_estimate(origin, job, out),
     )
+
+
+def _spelt(place: str) -> str:
+    """One spelling of a place, so that a slash more makes no other plan of it."""
+    return str(parse(place)) if is_remote(place) else str(Path(place))
 
 
 def _object(file: PlannedFile) -> PlannedObject:

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import job_kills
 import pytest
-from checkpoints import SIDE_FILES, Spec, write_checkpoint
+from checkpoints import INDEX, SIDE_FILES, Spec, write_checkpoint
 from memory_store import folder_files
 
 import fusecheck
 from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.lanes import Lane, OnBytes, Sent, send
 from fusecheck.operations.run import which_part
 from fusecheck.parts import part_of
-from fusecheck.planned import read_plan
+from fusecheck.planned import from_text, read_plan
+from fusecheck.reader import Publisher, Reader
 
 Call = Callable[..., tuple[int, str, str]]
 SPEC = Spec(files=9, num_hidden_layers=6, hidden_size=32, vocab_size=512, side_files=SIDE_FILES)
@@ -36,9 +38,9 @@ def plan(source: Path, tmp_path: Path) -> Path:
     return planned(source, tmp_path / "out")
 
 
-def planned(source: Path, out: Path) -> Path:
+def planned(source: Path, out: Path, **options: object) -> Path:
     plan = out.with_name(f"{out.name}.json")
-    plan.write_text(fusecheck.make_plan(source, out).text)
+    plan.write_text(fusecheck.make_plan(source, out, **options).text)  # type: ignore[arg-type]
     return plan
 
 
@@ -139,6 +141,45 @@ def test_an_object_that_was_overwritten_is_no_object_of_the_plan(plan: Path, tmp
     assert fusecheck.finalize(plan).verdict == "committed"
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_slow_twin_leaves_a_committed_result_alone(
+    source: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, changed: bool
+) -> None:
+    """It looked at OUT when nothing stood there; by the time that it writes, all is done and the source may be another."""
+    wanted = reference(source)
+
+    def slow(lane: Lane, reader: Reader, publisher: Publisher, on_bytes: OnBytes, *, sha256: bool) -> tuple[Sent, ...]:
+        monkeypatch.setattr("fusecheck.parts.send", send)
+        fusecheck.run_part(plan)
+        fusecheck.finalize(plan)
+        if changed:
+            shard = source / "model-00001-of-00009.safetensors"
+            shard.write_bytes(shard.read_bytes()[:-8] + b"\xff" * 8)
+        return send(lane, reader, publisher, on_bytes, sha256=sha256)
+
+    monkeypatch.setattr("fusecheck.parts.send", slow)
+    if changed:
+        with pytest.raises(SystemFailure, match="changed while it was read"):
+            fusecheck.run_part(plan)
+    else:
+        assert fusecheck.run_part(plan).verdict == "already_done"
+        assert fusecheck.finalize(plan).verdict == "already_done"
+    assert folder_files(tmp_path / "out") == wanted
+
+
+def test_a_record_of_which_a_bit_fell_over_is_none(source: Path, plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan)
+    path = next((tmp_path / "out" / ".fusecheck").glob("0*.json"))
+    text = path.read_bytes()
+    for at in range(0, len(text) - 1, 23):
+        path.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        with pytest.raises(SystemFailure, match="is missing at OUT, or has no record"):
+            fusecheck.finalize(plan)
+    assert len(fusecheck.run_part(plan).written) == 1
+    fusecheck.finalize(plan)
+    assert folder_files(tmp_path / "out") == reference(source)
+
+
 def test_of_racing_finalizes_one_commits_and_the_others_find_it_done(source: Path, plan: Path, tmp_path: Path) -> None:
     wanted = reference(source)
     fusecheck.run_part(plan)
@@ -176,12 +217,33 @@ def test_something_foreign_that_comes_later_is_refused_too(plan: Path, tmp_path:
         fusecheck.finalize(plan)
 
 
-def test_a_result_that_was_spoilt_is_said_to_be(plan: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["gone", "another"])
+@pytest.mark.parametrize("name", ["vocab.json", "config.json", "SHA256SUMS", INDEX, "fusecheck.json"])
+def test_a_result_that_was_spoilt_is_said_to_be(source: Path, tmp_path: Path, name: str, how: str) -> None:
+    plan = planned(source, tmp_path / "out", checksums=True)
     fusecheck.run_part(plan)
     fusecheck.finalize(plan)
-    (tmp_path / "out" / "vocab.json").unlink()
-    with pytest.raises(UsageError, match=r"no longer what was: found vocab.json"):
+    path = tmp_path / "out" / name
+    data = path.read_bytes()
+    path.unlink()
+    if how == "another":
+        path.write_bytes(data[:-1] + b" ")
+    elif name == "fusecheck.json":  # then it is as if nobody had committed
+        assert fusecheck.finalize(plan).verdict == "committed"
+        return
+    with pytest.raises(UsageError, match=f"no longer what was: found {name}"):
         fusecheck.finalize(plan)
+
+
+def test_a_second_finalize_writes_nothing(plan: Path, tmp_path: Path) -> None:
+    def state() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    before = state()
+    assert fusecheck.finalize(plan).verdict == "already_done"
+    assert state() == before
 
 
 @pytest.mark.parametrize(
@@ -214,6 +276,21 @@ def test_what_is_no_plan_is_refused(plan: Path, text: bytes | None, told: str) -
         fusecheck.run_part(plan)
 
 
+def test_a_plan_with_any_byte_changed_is_none(plan: Path) -> None:
+    text = plan.read_bytes()
+    for at in range(0, len(text) - 1, 3):
+        with pytest.raises(UsageError):
+            from_text(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :], "plan")
+        with pytest.raises(UsageError):
+            from_text(text[:at], "plan")
+
+
+@pytest.mark.parametrize("name", ["nothing", "in", "plan.json/x", "x" * 300, "a\0b"])
+def test_where_there_is_no_plan(source: Path, name: str) -> None:
+    with pytest.raises(UsageError):
+        fusecheck.run_part(source.parent / name)
+
+
 def test_another_version_may_not_go_on(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusecheck, "__version__", "9.9.9")
     with pytest.raises(SystemFailure, match="planned by another version"):
@@ -232,6 +309,39 @@ def test_out_is_no_link(source: Path, tmp_path: Path) -> None:
         fusecheck.make_plan(source, tmp_path / "link")
 
 
+def test_out_is_no_link_later_either(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    for act in (fusecheck.run_part, fusecheck.finalize):
+        with pytest.raises(UsageError, match="a symbolic link"):
+            act(plan)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_one_place_has_one_spelling(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {fusecheck.make_plan(*place).text for place in (("in", "out"), ("./in/", "out//"), (Path("in"), "./out"))}
+    assert len(texts) == 1
+    del source
+
+
+def test_a_folder_that_is_not_here_is_not_looked_for_on_the_hub(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    source.rename(tmp_path / "models" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(fusecheck.make_plan("models/tiny", tmp_path / "out").text)
+    monkeypatch.chdir("models")
+    with pytest.raises(UsageError, match="models/tiny: SRC does not exist here"):
+        fusecheck.run_part("../plan.json")
+
+
+def test_a_place_that_json_cannot_hold_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no Unicode text"):
+        fusecheck.make_plan(source, tmp_path / "\udcff")
+
+
 def test_space_is_looked_at_before_the_first_byte(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusecheck.parts.free_space", lambda _: 1000)
     with pytest.raises(SystemFailure, match="not enough free space"):
@@ -240,17 +350,25 @@ def test_space_is_looked_at_before_the_first_byte(plan: Path, tmp_path: Path, mo
 
 
 def test_a_hub_id_is_no_source_of_a_plan(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="hf://test/tiny"):
+    with pytest.raises(UsageError, match=r"test/tiny: SRC does not exist here: wanted a folder .* hf://owner/name"):
         fusecheck.make_plan("test/tiny", tmp_path / "out")
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 8, 20])
-def test_parts_are_all_objects_once_and_balanced(plan: Path, parts: int) -> None:
+@pytest.mark.parametrize("total", [1, 2, 3, 8, 20])
+def test_parts_are_all_objects_once_and_balanced(plan: Path, total: int) -> None:
     document = read_plan(plan)
-    shares = [part_of(document, part, parts) for part in range(parts)]
+    shares = [part_of(document, part, total) for part in range(total)]
     assert sorted(number for share in shares for number in share) == list(range(len(document.objects)))
     loads = [sum(document.objects[number].size for number in share) for share in shares]
     assert max(loads) - min(loads) <= max(item.size for item in document.objects)
+
+
+def test_more_parts_than_anybody_needs_cost_nothing(plan: Path, tmp_path: Path) -> None:
+    assert fusecheck.run_part(plan, part=10**9, parts=10**12).verdict == "already_done"
+    assert len(fusecheck.run_part(plan, part=3, parts=10**12).written) == 1
+    with pytest.raises(SystemFailure, match="run again: --part 0/1000000000000, --part 1/"):
+        fusecheck.finalize(plan)
+    assert not (tmp_path / "out" / "fusecheck.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -267,6 +385,9 @@ def test_parts_are_all_objects_once_and_balanced(plan: Path, parts: int) -> None
         ("1/8", 9, {}, "no part"),
         (None, 4, {}, "needs to be told"),
         (None, 4, {"SLURM_ARRAY_TASK_ID": "4"}, "--array=0-3"),
+        (None, 4, {"JOB_COMPLETION_INDEX": "2", "SLURM_ARRAY_TASK_ID": "2"}, (2, 4)),
+        (None, 4, {"JOB_COMPLETION_INDEX": "2", "SLURM_ARRAY_TASK_ID": "1"}, "two schedulers"),
+        (None, 4, {"JOB_COMPLETION_INDEX": "", "SLURM_ARRAY_TASK_ID": "1"}, (1, 4)),
         (None, 4, {"JOB_COMPLETION_INDEX": "x"}, "no number of a part"),
     ],
 )
