@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusecheck.errors import SystemFailure
@@ -12,10 +12,10 @@ from fusecheck.job import compare_heads, manifest_of
 from fusecheck.lanes import OnBytes, Sent, send
 from fusecheck.ledger import Record, Standing, find_records, judge
 from fusecheck.manifest import to_text
-from fusecheck.parts import Committed, LastLook, counter, shares_of, spoilt
+from fusecheck.parts import Committed, counter, place_of, run_objects, shares_of
 from fusecheck.plan import PlannedFile
 from fusecheck.planned import Plan
-from fusecheck.reader import Progress, Publisher, Reader, StoredFile
+from fusecheck.reader import Progress, Publisher, Reader
 from fusecheck.record import checksum_line
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
@@ -37,11 +37,12 @@ def finish(work: Work, target: Target, on_progress: Progress | None) -> Finished
     Where it is committed already, the same is done to see that all of it stands.
     """
     standing = judge(target, work.plan)
+    if standing.committed:
+        run_objects(work, target, (0, 1), None)
+        standing = judge(target, work.plan)
     records = _all_records(work.plan, target, standing)
     try:
-        return _commit(
-            work, _Complete(target, work.plan) if standing.committed else LastLook(target, work), records, on_progress
-        )
+        return _commit(work, place_of(work, target, standing), records, on_progress)
     except Committed:
         return finish(work, target, on_progress)
 
@@ -60,35 +61,6 @@ def _commit(work: Work, place: Publisher, records: Sequence[Record], on_progress
         _put_checksums(place, {name: sha for name, (_, sha) in made.items()}, text)
     new = place.commit(text)
     return Finished(already=not new, warnings=compare_heads(work.job, manifest))
-
-
-@dataclass(frozen=True, slots=True)
-class _Complete:
-    """A committed target: to put a file there is to see that it stands there, byte for byte, and nothing is written."""
-
-    target: Target
-    plan: Plan
-
-    def have(self, name: str) -> StoredFile | None:
-        """What stands there under a name, or None."""
-        return self.target.have(name)
-
-    def put(self, name: str, blocks: Iterator[memoryview], size: int) -> StoredFile:
-        """UsageError where it is not there, or another one."""
-        here = self.have(name)
-        if here is None or here.size != size:
-            raise spoilt(self.plan, name)
-        data, at = memoryview(self.target.read(name)), 0
-        for block in blocks:
-            if data[at : at + len(block)] != block:
-                raise spoilt(self.plan, name)
-            at += len(block)
-        return here
-
-    def commit(self, manifest: bytes) -> bool:
-        """False, or UsageError where another manifest stands."""
-        self.put(MANIFEST, iter([memoryview(manifest)]), len(manifest))
-        return False
 
 
 def _send_one(file: PlannedFile, reader: Reader, place: Publisher, tell: OnBytes, work: Work) -> Sent:
@@ -111,8 +83,6 @@ def _all_records(plan: Plan, target: Target, standing: Standing) -> list[Record]
     numbers = range(len(plan.objects))
     good, others = find_records(target, plan, numbers, standing.names)
     missing = [number for number in numbers if number not in good]
-    if missing and standing.committed:
-        raise spoilt(plan, plan.objects[missing[0]].name)
     if missing:
         raise _missing(plan, missing, [*good.values(), *others])
     return [good[number] for number in numbers]

@@ -7,18 +7,18 @@ beside a record of the same plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusecheck.errors import SystemFailure, UsageError
 from fusecheck.lanes import OnBytes, lanes_of, send
-from fusecheck.ledger import Record, add_record, begin, check_mark, find_records, judge
+from fusecheck.ledger import Record, Standing, add_record, begin, check_mark, find_records, judge
 from fusecheck.planned import Plan
-from fusecheck.reader import Progress, StoredFile
+from fusecheck.reader import Progress, Publisher, StoredFile
 from fusecheck.shards import lane_name
 from fusecheck.sidefiles import MANIFEST
-from fusecheck.stores import Target, is_remote, open_publisher
+from fusecheck.stores import Target, is_remote, open_publisher, open_source
 from fusecheck.target import free_space
 from fusecheck.work import Work, reader_of
 
@@ -94,6 +94,51 @@ class LastLook:
 
 
 @dataclass(frozen=True, slots=True)
+class Complete:
+    """A committed target: to put a file there is to see that it stands there, byte for byte, and nothing is written.
+
+    Its records may not fit it and yet it is what it was: it was copied, or a run died before it wrote down what it did.
+    """
+
+    target: Target
+    work: Work
+
+    def have(self, name: str) -> StoredFile | None:
+        """What stands there under a name, or None."""
+        return self.target.have(name)
+
+    def put(self, name: str, blocks: Iterator[memoryview], size: int) -> StoredFile:
+        """UsageError where it is not there, or another one."""
+        here = self.have(name)
+        if here is None or here.size != size:
+            raise self._spoilt(name)
+        with closing(open_source(self.work.plan.out)) as stands:
+            at, buffer = 0, bytearray()
+            for block in blocks:
+                buffer = buffer if len(buffer) == len(block) else bytearray(len(block))
+                stands.read_into(name, at, memoryview(buffer))
+                if buffer != block:
+                    self.work.job.checkpoint.files.check_unchanged()
+                    raise self._spoilt(name)
+                at += len(block)
+        return here
+
+    def commit(self, manifest: bytes) -> bool:
+        """False, or UsageError where another manifest stands."""
+        self.put(MANIFEST, iter([memoryview(manifest)]), len(manifest))
+        return False
+
+    def _spoilt(self, name: str) -> UsageError:
+        what = "OUT was committed, and is no longer what was"
+        return UsageError(what, file=self.work.plan.out, found=name, remedy="choose a fresh OUT")
+
+
+def place_of(work: Work, target: Target, standing: Standing) -> Publisher:
+    """Where the files of a plan go."""
+    return Complete(target, work) if standing.committed else LastLook(target, work)
+
+
+@dataclass(frozen=True, slots=True)
 class PartDone:
     """What became of a part: names of objects written now, and of those that stood there."""
 
@@ -102,38 +147,42 @@ class PartDone:
 
 
 def run_objects(work: Work, target: Target, part: tuple[int, int], on_progress: Progress | None) -> PartDone:
-    """Write the objects of a part that do not stand there yet, a record after each."""
+    """Write the objects of a part that do not stand there yet, a record after each. Once committed: compare them instead."""
     plan = work.plan
     numbers = part_of(plan, *part)
     standing = judge(target, plan)
     begin(target, plan, standing)
     good, _ = find_records(target, plan, numbers, standing.names)
     left = [number for number in numbers if number not in good]
-    if left and standing.committed:
-        raise spoilt(plan, plan.objects[left[0]].name)
+    if not standing.committed:
+        _require_space(plan.out, sum(plan.objects[number].size for number in left))
     try:
-        _write(work, target, left, part, on_progress)
+        _write(work, target, left, standing, part, on_progress)
     except Committed:
         return run_objects(work, target, part, on_progress)
     names = [plan.objects[number].name for number in numbers]
-    written = {plan.objects[number].name for number in left}
+    written = set() if standing.committed else {plan.objects[number].name for number in left}
     return PartDone(
         tuple(name for name in names if name in written), tuple(name for name in names if name not in written)
     )
 
 
 def _write(
-    work: Work, target: Target, left: Sequence[int], part: tuple[int, int], on_progress: Progress | None
+    work: Work,
+    target: Target,
+    left: Sequence[int],
+    standing: Standing,
+    part: tuple[int, int],
+    on_progress: Progress | None,
 ) -> None:
     plan, job = work.plan, work.job
     files = {job.shards[number].file.path: number for number in left}
-    size = sum(plan.objects[number].size for number in left)
-    _require_space(plan.out, size)
-    tell = counter(size, on_progress)
     planned = [job.shards[number].file for number in left]
+    tell = counter(sum(file.size for file in planned), on_progress)
+    place = place_of(work, target, standing)
     with reader_of(work.origin, planned) as reader:
         for lane in lanes_of(planned):
-            for item in send(lane, reader, LastLook(target, work), tell, sha256=job.options.checksums):
+            for item in send(lane, reader, place, tell, sha256=job.options.checksums):
                 record = Record(plan.digest, item.file.path, item.stored, item.written, item.sha256, part)
                 add_record(target, files[item.file.path], record)
 
@@ -156,10 +205,3 @@ def counter(total: int, on_progress: Progress | None) -> OnBytes:
             on_progress(done, total)
 
     return count
-
-
-def spoilt(plan: Plan, name: str) -> UsageError:
-    """A result that was complete once."""
-    return UsageError(
-        "OUT was committed, and is no longer what was", file=plan.out, found=name, remedy="choose a fresh OUT"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from memory_store import folder_files
 import fusecheck
 from fusecheck.errors import SystemFailure, UsageError
 from fusecheck.lanes import Lane, OnBytes, Sent, send
-from fusecheck.operations.run import which_part
+from fusecheck.operations.finalize import FinalizeReport
+from fusecheck.operations.run import RunReport, which_part
 from fusecheck.parts import part_of
 from fusecheck.planned import from_text, read_plan
 from fusecheck.reader import Publisher, Reader
@@ -233,6 +235,25 @@ def test_a_result_that_was_spoilt_is_said_to_be(source: Path, tmp_path: Path, na
         return
     with pytest.raises(UsageError, match=f"no longer what was: found {name}"):
         fusecheck.finalize(plan)
+
+
+@pytest.mark.parametrize("again", [fusecheck.run_part, fusecheck.finalize])
+def test_a_copy_of_a_result_is_one_and_a_spoilt_one_is_none(
+    plan: Path, tmp_path: Path, again: Callable[[Path], RunReport | FinalizeReport]
+) -> None:
+    """Records know an object by the time of its last write, which a copy or a run that died has changed."""
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    os.utime(shards[3])
+    for _ in range(2):
+        assert again(plan).verdict == "already_done"
+    shards[3].write_bytes(shards[3].read_bytes()[:-1] + b"!")
+    with pytest.raises(UsageError, match=f"no longer what was: found {shards[3].name}"):
+        again(plan)
+    shards[3].unlink()
+    with pytest.raises(UsageError, match=f"no longer what was: found {shards[3].name}"):
+        again(plan)
 
 
 def test_a_second_finalize_writes_nothing(plan: Path, tmp_path: Path) -> None:
