@@ -32,6 +32,11 @@ MIB = 1 << 20
 BASE_MEMORY = 128 * MIB
 """Python, the plan of a large model, pieces and parts in flight: what a run needs beside the windows of its source."""
 
+_ASKED_OF_FILE = 4
+"""Requests for a file of OUT beside its parts: to begin and to end it, looks at OUT before it appears and at it after."""
+_ASKED_OF_OBJECT = 4
+"""More of them for a weight file: its record written and looked at, both read by finalize."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -135,8 +140,10 @@ def _estimate(origin: Origin, job: Job, out: str) -> Estimate:
     windows = schedule(reads) if remote else []
     fetched = sum(window.size for window in windows) if remote else sum(size for _, _, size in reads)
     headers = 2 + len(origin.files) if remote else 0
-    writes = sum(2 + -(-file.size // part_size(file.size)) for file in job.files) if is_remote(out) else 0
-    parts = max((part_size(file.size) for file in job.files), default=0) if is_remote(out) else 0
+    stored = [file.size for file in job.files] if is_remote(out) else []
+    writes = sum(_ASKED_OF_FILE + -(-size // part_size(size)) for size in stored)
+    writes += _ASKED_OF_OBJECT * len(job.shards) if stored else 0
+    parts = max(map(part_size, stored), default=0)
     held = min(HELD, sum(window.size for window in windows)) if remote else 0
     return Estimate(fetched, job.size, len(windows) + headers + writes, BASE_MEMORY + held + max(64 * MIB, parts))
 
