@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import job_kills
 import pytest
-from checkpoints import INDEX, SIDE_FILES, Spec, write_checkpoint
+from checkpoints import INDEX, SIDE_FILES, Spec, specs, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from memory_store import folder_files
+from quantised import FAMILIES, KINDS, checkpoint
 
 import fusecheck
-from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
 from fusecheck.lanes import Lane, OnBytes, Sent, send
 from fusecheck.operations.finalize import FinalizeReport
 from fusecheck.operations.run import RunReport, which_part
@@ -280,6 +287,59 @@ def test_options_give_what_fuse_gives(source: Path, tmp_path: Path, options: dic
         fusecheck.run_part(plan, part=part, parts=3)
     fusecheck.finalize(plan)
     assert folder_files(tmp_path / "out") == folder_files(tmp_path / "reference")
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """(N, parts of N in the order in which they run): each, some of them twice."""
+    total = draw(st.integers(1, 9))
+    return total, draw(st.permutations([*range(total), *draw(st.lists(st.integers(0, total - 1), max_size=2))]))
+
+
+QUANTISED = st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(FAMILIES)))
+OPTIONS: dict[str, st.SearchStrategy[object]] = {
+    "max_shard_size": st.sampled_from(["1KB", "20KB", "5GB"]),
+    "checksums": st.booleans(),
+    "keep_split": st.booleans(),
+    "drop_tied_lm_head": st.booleans(),
+    "experts": st.sampled_from(["per-expert", "stacked", "split"]),
+}
+RANKS: dict[str, st.SearchStrategy[object]] = {
+    "target": st.just("vllm-sharded"),
+    "tp": st.sampled_from([1, 2, 4]),
+    "ranks": st.sampled_from([None, "0", "1,0"]),
+}
+
+
+@settings(max_examples=15)
+@given(
+    model=specs() | QUANTISED,
+    options=st.fixed_dictionaries({}, optional=OPTIONS) | st.fixed_dictionaries(RANKS),
+    order=orders(),
+    fused=st.booleans(),
+)
+def test_all_parts_in_any_order_make_what_fuse_makes(
+    model: Spec | tuple[str, str], options: dict[str, Any], order: tuple[int, list[int]], *, fused: bool
+) -> None:
+    """And what fuse refuses, plan refuses in the same words. `fused`: what is read is what fuse has made."""
+    with TemporaryDirectory() as folder:
+        source, out, wanted = (Path(folder, name) for name in ("in", "out", "wanted"))
+        _ = write_checkpoint(source, model) if isinstance(model, Spec) else checkpoint(*model).write(source)
+        if fused:
+            with suppress(CheckpointError):
+                fusecheck.fuse(source, Path(folder, "fused"))
+                source = Path(folder, "fused")
+        try:
+            fusecheck.fuse(source, wanted, **options)
+        except FusecheckError as refusal:
+            with pytest.raises(type(refusal), match=f"^{re.escape(str(refusal))}$"):
+                planned(source, out, **options)
+            return
+        plan = planned(source, out, **options)
+        for part in order[1]:
+            fusecheck.run_part(plan, part=part, parts=order[0])
+        assert fusecheck.finalize(plan).verdict == "committed"
+        assert folder_files(out) == folder_files(wanted)
 
 
 @pytest.mark.parametrize(
