@@ -40,7 +40,10 @@ class PlannedObject:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What it takes: bytes read and written, requests to read and to write, bytes of memory of each run at its peak."""
+    """What it takes: bytes read and written, requests to read and to write, bytes of memory of each run at its peak.
+
+    Of a folder all files are counted: what is read again for another rank comes out of the page cache.
+    """
 
     bytes_read: int
     bytes_written: int

@@ -108,7 +108,7 @@ def same_work(plan: Plan) -> Iterator[Work]:
 
 
 def _plan(origin: Origin, job: Job, out: str, reading: Reading, like: Plan | None = None) -> Plan:
-    """What is decided, as a document. `like`: the place of OUT is that of a plan, whatever machine this is."""
+    """What is decided, as a document. From `like`, a plan, where OUT is, as another machine saw it, and what it takes."""
     weights = [shard.file for shard in job.shards]
     names = {file.path for file in weights}
     return Plan(
@@ -121,7 +121,7 @@ def _plan(origin: Origin, job: Job, out: str, reading: Reading, like: Plan | Non
         files=origin.files,
         objects=tuple(map(_object, weights)),
         beside=tuple(_object(file) for file in job.files if file.path not in names),
-        estimate=_estimate(origin, job, out),
+        estimate=_estimate(origin, job, out) if like is None else like.estimate,
     )
 
 
@@ -135,10 +135,9 @@ def _object(file: PlannedFile) -> PlannedObject:
 
 
 def _estimate(origin: Origin, job: Job, out: str) -> Estimate:
-    reads = [read for lane in lanes_of(job.files) for read in lane_reads(lane)]
     remote = origin.folder is None
-    windows = schedule(reads) if remote else []
-    fetched = sum(window.size for window in windows) if remote else sum(size for _, _, size in reads)
+    windows = schedule(read for lane in lanes_of(job.files) for read in lane_reads(lane)) if remote else []
+    fetched = sum(window.size for window in windows) if remote else sum(file.size for file in origin.files.values())
     headers = 2 + len(origin.files) if remote else 0
     stored = [file.size for file in job.files] if is_remote(out) else []
     writes = sum(_ASKED_OF_FILE + -(-size // part_size(size)) for size in stored)

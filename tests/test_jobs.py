@@ -101,6 +101,19 @@ def test_the_plan_is_the_same_each_time_and_says_nothing_of_the_machine(source: 
     assert json.loads(other.text)["digest"] != value["digest"]
 
 
+def test_what_it_takes_is_worked_out_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take as long as the rest; and of a folder each byte counts once, however many ranks are cut out of it."""
+    plan = planned(source, tmp_path / "out", target="vllm-sharded", tp=4)
+    estimate = read_plan(plan).estimate
+    assert estimate.bytes_read == sum(map(len, folder_files(source).values()))
+    monkeypatch.setattr("fusecheck.work._estimate", None)
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    assert estimate.bytes_written == sum(
+        len(data) for name, data in folder_files(tmp_path / "out").items() if name != "fusecheck.json"
+    )
+
+
 def test_what_a_plan_reads_may_not_change(source: Path, plan: Path, tmp_path: Path) -> None:
     fusecheck.run_part(plan, part=0, parts=2)
     shard = source / "model-00009-of-00009.safetensors"
