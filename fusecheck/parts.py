@@ -6,7 +6,7 @@ beside a record of the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,9 @@ from fusecheck.sidefiles import MANIFEST
 from fusecheck.stores import Target, is_remote, open_publisher, open_source
 from fusecheck.target import free_space
 from fusecheck.work import Work, reader_of
+
+_SMALL = 32 << 20
+"""Bytes of a file of OUT that are held at once to be compared."""
 
 
 @contextmanager
@@ -112,12 +115,10 @@ class Complete:
         here = self.have(name)
         if here is None or here.size != size:
             raise self._spoilt(name)
-        with closing(open_source(self.work.plan.out)) as stands:
-            at, buffer = 0, bytearray()
+        with self._standing(name, size) as read:
+            at = 0
             for block in blocks:
-                buffer = buffer if len(buffer) == len(block) else bytearray(len(block))
-                stands.read_into(name, at, memoryview(buffer))
-                if buffer != block:
+                if read(at, len(block)) != block:
                     self.work.job.checkpoint.files.check_unchanged()
                     raise self._spoilt(name)
                 at += len(block)
@@ -127,6 +128,22 @@ class Complete:
         """False, or UsageError where another manifest stands."""
         self.put(MANIFEST, iter([memoryview(manifest)]), len(manifest))
         return False
+
+    @contextmanager
+    def _standing(self, name: str, size: int) -> Iterator[Callable[[int, int], bytearray | memoryview]]:
+        """(offset, bytes) -> what stands there. A small file comes in one request, which needs no listing of all others."""
+        if size <= _SMALL:
+            data = memoryview(self.target.read(name))
+            yield lambda at, count: data[at : at + count]
+            return
+        with closing(open_source(self.work.plan.out)) as source:
+
+            def read(at: int, count: int) -> bytearray:
+                buffer = bytearray(count)
+                source.read_into(name, at, memoryview(buffer))
+                return buffer
+
+            yield read
 
     def _spoilt(self, name: str) -> UsageError:
         what = "OUT was committed, and is no longer what was"

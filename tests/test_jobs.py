@@ -257,11 +257,17 @@ def test_a_result_that_was_spoilt_is_said_to_be(source: Path, tmp_path: Path, na
         fusecheck.finalize(plan)
 
 
+@pytest.mark.parametrize("small", [0, 32 << 20])
 @pytest.mark.parametrize("again", [fusecheck.run_part, fusecheck.finalize])
 def test_a_copy_of_a_result_is_one_and_a_spoilt_one_is_none(
-    plan: Path, tmp_path: Path, again: Callable[[Path], RunReport | FinalizeReport]
+    plan: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    again: Callable[[Path], RunReport | FinalizeReport],
+    small: int,
 ) -> None:
     """Records know an object by the time of its last write, which a copy or a run that died has changed."""
+    monkeypatch.setattr("fusecheck.parts._SMALL", small)
     fusecheck.run_part(plan)
     fusecheck.finalize(plan)
     shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
