@@ -65,7 +65,12 @@ def judge(target: Target, plan: Plan) -> Standing:
     other = next((name for name in foreign if name not in planned), None)
     if other is not None:
         raise UsageError("OUT holds what this plan does not put there", file=plan.out, found=other)
-    return Standing(begun=True, committed=MANIFEST in found, names=tuple(found))
+    return Standing(begun=True, committed=is_committed(target), names=tuple(found))
+
+
+def is_committed(target: Target) -> bool:
+    """Whether a manifest stands there; asked by name, since a listing is older and holds no folders."""
+    return target.have(MANIFEST) is not None
 
 
 def begin(target: Target, plan: Plan, standing: Standing) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fusecheck.errors import SystemFailure, UsageError
 from fusecheck.lanes import OnBytes, lanes_of, send
-from fusecheck.ledger import Record, Standing, add_record, begin, check_mark, find_records, judge
+from fusecheck.ledger import Record, Standing, add_record, begin, check_mark, find_records, is_committed, judge
 from fusecheck.planned import Plan
 from fusecheck.reader import Progress, Publisher, StoredFile
 from fusecheck.shards import lane_name
@@ -92,7 +92,7 @@ class LastLook:
         yield from blocks
         self.work.job.checkpoint.files.check_unchanged()
         check_mark(self.target, self.work.plan)
-        if self.target.have(MANIFEST) is not None:
+        if is_committed(self.target):
             raise Committed
 
 

@@ -232,6 +232,14 @@ def test_a_foreign_out_is_refused(source: Path, plan: Path, call: Call, tmp_path
     assert folder_files(tmp_path / "out") == {name: b"{}"}
 
 
+def test_a_folder_in_the_place_of_the_manifest_ends_it(plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan, part=0, parts=2)
+    (tmp_path / "out" / "fusecheck.json").mkdir()
+    for act in (fusecheck.run_part, fusecheck.finalize):
+        with pytest.raises(UsageError, match="no longer what was"):
+            act(plan)
+
+
 def test_something_foreign_that_comes_later_is_refused_too(plan: Path, tmp_path: Path) -> None:
     fusecheck.run_part(plan)
     (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"stray")
