@@ -113,10 +113,12 @@ def find_records(
     target: Target, plan: Plan, numbers: Sequence[int], names: Sequence[str]
 ) -> tuple[dict[int, Record], list[Record]]:
     """Object -> the record of what stands there, for those objects that have one; and all other records of them."""
-    by_number = {number: [name for name in names if name.startswith(f"{_stem(number)}-")] for number in numbers}
+    by_stem: dict[str, list[str]] = {}
+    for name in names:
+        by_stem.setdefault(name.rpartition("-")[0], []).append(name)
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
-        found = list(pool.map(lambda n: _find(target, plan, plan.objects[n], by_number[n]), numbers))
+        found = list(pool.map(lambda n: _find(target, plan, plan.objects[n], by_stem.get(_stem(n), ())), numbers))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # as in stored.py
     good = {number: record for number, (record, _) in zip(numbers, found, strict=True) if record is not None}
