@@ -65,7 +65,12 @@ def judge(target: Target, plan: Plan) -> Standing:
     other = next((name for name in foreign if name not in planned), None)
     if other is not None:
         raise UsageError("OUT holds what this plan does not put there", file=plan.out, found=other)
-    return Standing(begun=True, committed=MANIFEST in found, names=tuple(found))
+    return Standing(begun=True, committed=is_committed(target), names=tuple(found))
+
+
+def is_committed(target: Target) -> bool:
+    """Whether a manifest stands there; asked by name, since a listing is older and holds no folders."""
+    return target.have(MANIFEST) is not None
 
 
 def begin(target: Target, plan: Plan, standing: Standing) -> None:
@@ -90,7 +95,7 @@ def check_mark(target: Target, plan: Plan) -> None:
 
 def add_record(target: Target, number: int, record: Record) -> None:
     """Write down an object that stands."""
-    value = {
+    value: dict[str, object] = {
         "schema_version": RECORD_SCHEMA,
         "plan": record.plan,
         "name": record.name,
@@ -101,17 +106,19 @@ def add_record(target: Target, number: int, record: Record) -> None:
         "sha256": record.sha256,
         "part": list(record.part),
     }
-    _put(target, f"{_stem(number)}-{_mark_of(record.stored)}.json", value)
+    _put(target, f"{_stem(number)}-{_mark_of(record.stored)}.json", {**value, "digest": _digest(value)})
 
 
 def find_records(
     target: Target, plan: Plan, numbers: Sequence[int], names: Sequence[str]
 ) -> tuple[dict[int, Record], list[Record]]:
     """Object -> the record of what stands there, for those objects that have one; and all other records of them."""
-    by_number = {number: [name for name in names if name.startswith(f"{_stem(number)}-")] for number in numbers}
+    by_stem: dict[str, list[str]] = {}
+    for name in names:
+        by_stem.setdefault(name.rpartition("-")[0], []).append(name)
     pool = ThreadPoolExecutor(_AT_ONCE)
     try:
-        found = list(pool.map(lambda n: _find(target, plan, plan.objects[n], by_number[n]), numbers))
+        found = list(pool.map(lambda n: _find(target, plan, plan.objects[n], by_stem.get(_stem(n), ())), numbers))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # as in stored.py
     good = {number: record for number, (record, _) in zip(numbers, found, strict=True) if record is not None}
@@ -133,6 +140,11 @@ def _stem(number: int) -> str:
     return f"{_OURS}{number:05d}"
 
 
+def _digest(value: Mapping[str, object]) -> str:
+    """A record's digests go into the manifest unseen, so that a bit of them that fell over must not look like one."""
+    return digest_of(json.dumps(value, sort_keys=True).encode())
+
+
 def _mark_of(stored: StoredFile) -> str:
     return digest_of(json.dumps([stored.size, sorted(stored.identity.items())]).encode())[:16]
 
@@ -146,7 +158,9 @@ def _read(target: Target, name: str) -> Record | None:
     """None for what is no record, whatever it is: the object is then written again."""
     try:
         value = strict_json(target.read(name), file=name, members=6_000_000)
-        if not isinstance(value, dict) or value["schema_version"] != RECORD_SCHEMA:
+        if not isinstance(value, dict) or value.pop("digest") != _digest(value):
+            return None
+        if value["schema_version"] != RECORD_SCHEMA:
             return None
         part, total = value["part"]
         return Record(

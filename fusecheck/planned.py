@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from fusecheck.digest import digest_of
-from fusecheck.errors import CheckpointError, SystemFailure, UsageError
+from fusecheck.errors import CheckpointError, UsageError
 from fusecheck.header import strict_json
 from fusecheck.job import Options
 from fusecheck.mapping import Experts
 from fusecheck.origin import Reading
 from fusecheck.provenance import Provenance, provenance_fields, read_provenance
 from fusecheck.reader import StoredFile
+from fusecheck.target import failure
 
 T = TypeVar("T")
 
@@ -39,7 +40,10 @@ class PlannedObject:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What it takes: bytes read and written, requests to read and to write, bytes of memory of each run at its peak."""
+    """What it takes: bytes read and written, requests to read and to write, bytes of memory of each run at its peak.
+
+    Of a folder all files are counted: what is read again for another rank comes out of the page cache.
+    """
 
     bytes_read: int
     bytes_written: int
@@ -99,10 +103,10 @@ def read_plan(path: Path) -> Plan:
     try:
         with path.open("rb") as file:
             blob = file.read(MAX_PLAN_BYTES + 1)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except (FileNotFoundError, IsADirectoryError, ValueError):
         raise UsageError("there is no such plan", file=str(path)) from None
     except OSError as error:
-        raise SystemFailure.from_os(error, str(path), "read") from None
+        raise failure(error, str(path), "read") from None
     return from_text(blob, str(path))
 
 
@@ -145,11 +149,12 @@ def _plan(value: Mapping[str, object]) -> Plan:
 
 
 def _options(table: Mapping[str, object]) -> Options:
-    """Whatever options there are; JSON has no tuples."""
+    """Whatever options there are, each of a plain type."""
     if table.keys() != {field.name for field in fields(Options)} or table["experts"] not in get_args(Experts):
         raise ValueError("options")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-    return Options(**values)  # type: ignore[arg-type]
+    if any(isinstance(value, dict | list) for value in table.values()):
+        raise TypeError("options")
+    return Options(**table)  # type: ignore[arg-type]
 
 
 def _file(row: Mapping[str, object]) -> StoredFile:

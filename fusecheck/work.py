@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from fusecheck.mapping import Experts
 from fusecheck.origin import Origin, Reading, open_origin
 from fusecheck.plan import PlannedFile
 from fusecheck.planned import Estimate, Plan, PlannedObject
-from fusecheck.reader import Reader
+from fusecheck.reader import Reader, StoredFile
 from fusecheck.stores import is_remote
 from fusecheck.stores.address import parse
 from fusecheck.stores.bucket_publisher import part_size
@@ -31,6 +31,11 @@ MIB = 1 << 20
 
 BASE_MEMORY = 128 * MIB
 """Python, the plan of a large model, pieces and parts in flight: what a run needs beside the windows of its source."""
+
+_ASKED_OF_FILE = 4
+"""Requests for a file of OUT beside its parts: to begin and to end it, looks at OUT before it appears and at it after."""
+_ASKED_OF_OBJECT = 4
+"""More of them for a weight file: its record written and looked at, both read by finalize."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,17 @@ class Work:
 def reader_of(origin: Origin, files: Iterable[PlannedFile]) -> AbstractContextManager[Reader]:
     """A reader for these files, one after another."""
     return read_ahead(origin.checkpoint.files, (read for lane in lanes_of(files) for read in lane_reads(lane)))
+
+
+def open_shared(place: str, reading: Reading, frozen: Mapping[str, StoredFile] | None = None) -> Origin:
+    """Open SRC as any machine sees it. What is no folder here is never taken for a repository of that name."""
+    if not is_remote(place) and not os.path.lexists(place):
+        raise UsageError(
+            "SRC does not exist here",
+            file=place,
+            wanted="a folder that every machine sees, or a URL such as hf://owner/name",
+        )
+    return open_origin(place, reading=reading, frozen=frozen)
 
 
 def checked_options(options: Options) -> Options:
@@ -80,8 +96,9 @@ def same_work(plan: Plan) -> Iterator[Work]:
             wanted=fusecheck.__version__,
             remedy="plan again with this one, or run the other one everywhere",
         )
-    origin = open_origin(plan.source, reading=plan.reading, frozen=plan.files)
+    origin = open_shared(plan.source, plan.reading, plan.files)
     with origin.checkpoint:
+        _refuse_overlap(origin, plan.out)
         try:
             job = decide(origin.checkpoint, plan.options)
         except CheckpointError as error:  # it could be planned, so it was another one then
@@ -91,21 +108,26 @@ def same_work(plan: Plan) -> Iterator[Work]:
 
 
 def _plan(origin: Origin, job: Job, out: str, reading: Reading, like: Plan | None = None) -> Plan:
-    """What is decided, as a document. `like`: the place of OUT is that of a plan, whatever machine this is."""
+    """What is decided, as a document. From `like`, a plan, where OUT is, as another machine saw it, and what it takes."""
     weights = [shard.file for shard in job.shards]
     names = {file.path for file in weights}
     return Plan(
         fusecheck_version=fusecheck.__version__,
-        source=origin.place,
-        out=out,
+        source=_spelt(origin.place),
+        out=_spelt(out),
         options=job.options,
         reading=reading,
         provenance=origin.provenance(out) if like is None else like.provenance,
         files=origin.files,
         objects=tuple(map(_object, weights)),
         beside=tuple(_object(file) for file in job.files if file.path not in names),
-        estimate=_estimate(origin, job, out),
+        estimate=_estimate(origin, job, out) if like is None else like.estimate,
     )
+
+
+def _spelt(place: str) -> str:
+    """One spelling of a place, so that a slash more makes no other plan of it."""
+    return str(parse(place)) if is_remote(place) else str(Path(place))
 
 
 def _object(file: PlannedFile) -> PlannedObject:
@@ -113,13 +135,14 @@ def _object(file: PlannedFile) -> PlannedObject:
 
 
 def _estimate(origin: Origin, job: Job, out: str) -> Estimate:
-    reads = [read for lane in lanes_of(job.files) for read in lane_reads(lane)]
     remote = origin.folder is None
-    windows = schedule(reads) if remote else []
-    fetched = sum(window.size for window in windows) if remote else sum(size for _, _, size in reads)
+    windows = schedule(read for lane in lanes_of(job.files) for read in lane_reads(lane)) if remote else []
+    fetched = sum(window.size for window in windows) if remote else sum(file.size for file in origin.files.values())
     headers = 2 + len(origin.files) if remote else 0
-    writes = sum(2 + -(-file.size // part_size(file.size)) for file in job.files) if is_remote(out) else 0
-    parts = max((part_size(file.size) for file in job.files), default=0) if is_remote(out) else 0
+    stored = [file.size for file in job.files] if is_remote(out) else []
+    writes = sum(_ASKED_OF_FILE + -(-size // part_size(size)) for size in stored)
+    writes += _ASKED_OF_OBJECT * len(job.shards) if stored else 0
+    parts = max(map(part_size, stored), default=0)
     held = min(HELD, sum(window.size for window in windows)) if remote else 0
     return Estimate(fetched, job.size, len(windows) + headers + writes, BASE_MEMORY + held + max(64 * MIB, parts))
 

@@ -1,9 +1,9 @@
-"""plan, run and finalize into a folder while processes die by SIGKILL at any moment; what stands is right or no checkpoint.
+"""plan, run and finalize into a folder, several at once, dying by SIGKILL at any moment; what stands is right or nothing.
 
     python tests/job_kills.py 50 [SEED]
 
 Each process is forked, and counts what it does to the file system (audit events that name a path in OUT): it kills itself
-at the event that the draw says, so that a failing seed repeats.
+at the event that the draw says, so that a failing seed repeats, as far as those that run at once take the same turns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoints import Spec, write_checkpoint
@@ -28,11 +29,16 @@ EVENTS = 40
 _WATCHED = {"open", "os.rename", "os.link", "os.remove", "os.mkdir"}
 
 
-def forked(work: tuple[str, int], plan: Path, out: Path, dies_at: int) -> int:
-    """One process: ("run", part) or ("finalize", 0). Its exit code, or -9."""
+def forked(works: Sequence[tuple[str, int]], plan: Path, out: Path, dies_at: Sequence[int]) -> list[int]:
+    """A process for each ("run", part) or ("finalize", 0), all at once. Their exit codes, or -9."""
+    children = [_start(work, plan, out, dies) for work, dies in zip(works, dies_at, strict=True)]
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _start(work: tuple[str, int], plan: Path, out: Path, dies_at: int) -> int:
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return child
     left = dies_at
 
     def watch(event: str, arguments: tuple[object, ...]) -> None:
@@ -67,16 +73,21 @@ def trial(folder: Path, seed: int) -> Counter[str]:
     plan.write_text(fusecheck.make_plan(folder / "in", out).text)
     seen: Counter[str] = Counter()
     while True:
-        work = ("finalize", 0) if choice.random() < 0.4 else ("run", choice.randrange(PARTS))
-        code = forked(work, plan, out, choice.randint(1, EVENTS))
-        seen[f"{work[0]} {code}"] += 1
-        assert code in {0, 4, -9}, (seed, work, code)
+        count = choice.choice([1, 1, 2, 4])
+        works = [("finalize", 0) if choice.random() < 0.4 else ("run", choice.randrange(PARTS)) for _ in range(count)]
+        codes = forked(works, plan, out, [choice.randint(1, EVENTS) for _ in works])
+        for work, code in zip(works, codes, strict=True):
+            seen[f"{work[0]} {code}"] += 1
+            assert code in {0, 4, -9}, (seed, work, code)
         committed = (out / "fusecheck.json").exists()
         if committed:
             break
-        assert work[0] == "run" or code != 0, (seed, "finalize said done, and nothing is committed")
+        assert ("finalize", 0) not in zip((verb for verb, _ in works), codes, strict=True), (
+            seed,
+            "nothing is committed",
+        )
     for verb in (("finalize", 0), ("run", 0)):
-        assert forked(verb, plan, out, 0) == 0, (seed, verb)
+        assert forked([verb], plan, out, [0]) == [0], (seed, verb)
     assert folder_files(out) == wanted, seed
     assert fusecheck.verify(out, exact_only=True).verdict == "equal"
     left = [path.name for path in (out / ".fusecheck").iterdir() if path.name.startswith("tmp-")]

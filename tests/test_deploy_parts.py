@@ -27,6 +27,11 @@ def jobs() -> dict[str, dict[str, Any]]:
     return {document["metadata"]["name"]: document for document in documents}
 
 
+def waits(tries: int) -> int:
+    """Seconds that a Job controller waits in all: 10, 20, 40, ... at most 6 minutes."""
+    return sum(min(10 * 2**number, 360) for number in range(tries))
+
+
 def container(name: str) -> dict[str, Any]:
     (found,) = jobs()[name]["spec"]["template"]["spec"]["containers"]
     return dict(found)
@@ -64,9 +69,12 @@ def test_the_jobs_say_what_the_text_says() -> None:
     assert run["completionMode"] == "Indexed"
     assert container("fuse-run")["args"][-2:] == ["--parts", str(run["completions"])]
     for spec in (run, finalize):
-        rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
-        assert rules["FailJob"]["onExitCodes"] == {"containerName": "fuse", "operator": "NotIn", "values": [4]}
+        rules = spec["podFailurePolicy"]["rules"]
+        assert [rule["action"] for rule in rules] == ["Ignore", "FailJob"]
+        assert rules[1]["onExitCodes"] == {"containerName": "fuse", "operator": "In", "values": [2, 3, 70]}
         assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert finalize["activeDeadlineSeconds"] > run["activeDeadlineSeconds"]
+    assert waits(finalize["backoffLimit"]) > finalize["activeDeadlineSeconds"]
     for name in jobs():
         assert container(name)["name"] == "fuse"
         assert container(name)["securityContext"]["readOnlyRootFilesystem"] is True
@@ -103,6 +111,12 @@ def test_the_slurm_array_runs_as_it_stands(place: Path) -> None:
         assert sbatch(place, SLURM_ARRAY_TASK_ID=str(task), SLURM_ARRAY_TASK_COUNT="3") == 0
     assert fusecheck.finalize(place / "plan" / "plan.json").verdict == "committed"
     assert folder_files(place / "out") == folder_files(place / "reference")
+
+
+def test_one_task_of_the_array_alone(place: Path) -> None:
+    program(place, "fusecheck", f'echo "$@" >> {place}/log')
+    assert sbatch(place, SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_TASK_COUNT="1", PARTS="8") == 0
+    assert (place / "log").read_text().split()[-2:] == ["--parts", "8"]
 
 
 @pytest.mark.parametrize(("code", "tries"), [(0, 1), (2, 1), (3, 1), (4, 4)])

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import job_kills
 import pytest
-from checkpoints import SIDE_FILES, Spec, write_checkpoint
+from checkpoints import INDEX, SIDE_FILES, Spec, specs, write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from memory_store import folder_files
+from quantised import FAMILIES, KINDS, checkpoint
 
 import fusecheck
-from fusecheck.errors import SystemFailure, UsageError
-from fusecheck.operations.run import which_part
+from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
+from fusecheck.lanes import Lane, OnBytes, Sent, send
+from fusecheck.operations.finalize import FinalizeReport
+from fusecheck.operations.run import RunReport, which_part
 from fusecheck.parts import part_of
-from fusecheck.planned import read_plan
+from fusecheck.planned import from_text, read_plan
+from fusecheck.reader import Publisher, Reader
 
 Call = Callable[..., tuple[int, str, str]]
 SPEC = Spec(files=9, num_hidden_layers=6, hidden_size=32, vocab_size=512, side_files=SIDE_FILES)
@@ -36,9 +47,9 @@ def plan(source: Path, tmp_path: Path) -> Path:
     return planned(source, tmp_path / "out")
 
 
-def planned(source: Path, out: Path) -> Path:
+def planned(source: Path, out: Path, **options: object) -> Path:
     plan = out.with_name(f"{out.name}.json")
-    plan.write_text(fusecheck.make_plan(source, out).text)
+    plan.write_text(fusecheck.make_plan(source, out, **options).text)  # type: ignore[arg-type]
     return plan
 
 
@@ -90,6 +101,19 @@ def test_the_plan_is_the_same_each_time_and_says_nothing_of_the_machine(source: 
     assert json.loads(other.text)["digest"] != value["digest"]
 
 
+def test_what_it_takes_is_worked_out_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take as long as the rest; and of a folder each byte counts once, however many ranks are cut out of it."""
+    plan = planned(source, tmp_path / "out", target="vllm-sharded", tp=4)
+    estimate = read_plan(plan).estimate
+    assert estimate.bytes_read == sum(map(len, folder_files(source).values()))
+    monkeypatch.setattr("fusecheck.work._estimate", None)
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    assert estimate.bytes_written == sum(
+        len(data) for name, data in folder_files(tmp_path / "out").items() if name != "fusecheck.json"
+    )
+
+
 def test_what_a_plan_reads_may_not_change(source: Path, plan: Path, tmp_path: Path) -> None:
     fusecheck.run_part(plan, part=0, parts=2)
     shard = source / "model-00009-of-00009.safetensors"
@@ -139,6 +163,45 @@ def test_an_object_that_was_overwritten_is_no_object_of_the_plan(plan: Path, tmp
     assert fusecheck.finalize(plan).verdict == "committed"
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_slow_twin_leaves_a_committed_result_alone(
+    source: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, changed: bool
+) -> None:
+    """It looked at OUT when nothing stood there; by the time that it writes, all is done and the source may be another."""
+    wanted = reference(source)
+
+    def slow(lane: Lane, reader: Reader, publisher: Publisher, on_bytes: OnBytes, *, sha256: bool) -> tuple[Sent, ...]:
+        monkeypatch.setattr("fusecheck.parts.send", send)
+        fusecheck.run_part(plan)
+        fusecheck.finalize(plan)
+        if changed:
+            shard = source / "model-00001-of-00009.safetensors"
+            shard.write_bytes(shard.read_bytes()[:-8] + b"\xff" * 8)
+        return send(lane, reader, publisher, on_bytes, sha256=sha256)
+
+    monkeypatch.setattr("fusecheck.parts.send", slow)
+    if changed:
+        with pytest.raises(SystemFailure, match="changed while it was read"):
+            fusecheck.run_part(plan)
+    else:
+        assert fusecheck.run_part(plan).verdict == "already_done"
+        assert fusecheck.finalize(plan).verdict == "already_done"
+    assert folder_files(tmp_path / "out") == wanted
+
+
+def test_a_record_of_which_a_bit_fell_over_is_none(source: Path, plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan)
+    path = next((tmp_path / "out" / ".fusecheck").glob("0*.json"))
+    text = path.read_bytes()
+    for at in range(0, len(text) - 1, 23):
+        path.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        with pytest.raises(SystemFailure, match="is missing at OUT, or has no record"):
+            fusecheck.finalize(plan)
+    assert len(fusecheck.run_part(plan).written) == 1
+    fusecheck.finalize(plan)
+    assert folder_files(tmp_path / "out") == reference(source)
+
+
 def test_of_racing_finalizes_one_commits_and_the_others_find_it_done(source: Path, plan: Path, tmp_path: Path) -> None:
     wanted = reference(source)
     fusecheck.run_part(plan)
@@ -169,6 +232,14 @@ def test_a_foreign_out_is_refused(source: Path, plan: Path, call: Call, tmp_path
     assert folder_files(tmp_path / "out") == {name: b"{}"}
 
 
+def test_a_folder_in_the_place_of_the_manifest_ends_it(plan: Path, tmp_path: Path) -> None:
+    fusecheck.run_part(plan, part=0, parts=2)
+    (tmp_path / "out" / "fusecheck.json").mkdir()
+    for act in (fusecheck.run_part, fusecheck.finalize):
+        with pytest.raises(UsageError, match="no longer what was"):
+            act(plan)
+
+
 def test_something_foreign_that_comes_later_is_refused_too(plan: Path, tmp_path: Path) -> None:
     fusecheck.run_part(plan)
     (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"stray")
@@ -176,12 +247,58 @@ def test_something_foreign_that_comes_later_is_refused_too(plan: Path, tmp_path:
         fusecheck.finalize(plan)
 
 
-def test_a_result_that_was_spoilt_is_said_to_be(plan: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["gone", "another"])
+@pytest.mark.parametrize("name", ["vocab.json", "config.json", "SHA256SUMS", INDEX, "fusecheck.json"])
+def test_a_result_that_was_spoilt_is_said_to_be(source: Path, tmp_path: Path, name: str, how: str) -> None:
+    plan = planned(source, tmp_path / "out", checksums=True)
     fusecheck.run_part(plan)
     fusecheck.finalize(plan)
-    (tmp_path / "out" / "vocab.json").unlink()
-    with pytest.raises(UsageError, match=r"no longer what was: found vocab.json"):
+    path = tmp_path / "out" / name
+    data = path.read_bytes()
+    path.unlink()
+    if how == "another":
+        path.write_bytes(data[:-1] + b" ")
+    elif name == "fusecheck.json":  # then it is as if nobody had committed
+        assert fusecheck.finalize(plan).verdict == "committed"
+        return
+    with pytest.raises(UsageError, match=f"no longer what was: found {name}"):
         fusecheck.finalize(plan)
+
+
+@pytest.mark.parametrize("small", [0, 32 << 20])
+@pytest.mark.parametrize("again", [fusecheck.run_part, fusecheck.finalize])
+def test_a_copy_of_a_result_is_one_and_a_spoilt_one_is_none(
+    plan: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    again: Callable[[Path], RunReport | FinalizeReport],
+    small: int,
+) -> None:
+    """Records know an object by the time of its last write, which a copy or a run that died has changed."""
+    monkeypatch.setattr("fusecheck.parts._SMALL", small)
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    os.utime(shards[3])
+    for _ in range(2):
+        assert again(plan).verdict == "already_done"
+    shards[3].write_bytes(shards[3].read_bytes()[:-1] + b"!")
+    with pytest.raises(UsageError, match=f"no longer what was: found {shards[3].name}"):
+        again(plan)
+    shards[3].unlink()
+    with pytest.raises(UsageError, match=f"no longer what was: found {shards[3].name}"):
+        again(plan)
+
+
+def test_a_second_finalize_writes_nothing(plan: Path, tmp_path: Path) -> None:
+    def state() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+
+    fusecheck.run_part(plan)
+    fusecheck.finalize(plan)
+    before = state()
+    assert fusecheck.finalize(plan).verdict == "already_done"
+    assert state() == before
 
 
 @pytest.mark.parametrize(
@@ -199,6 +316,59 @@ def test_options_give_what_fuse_gives(source: Path, tmp_path: Path, options: dic
     assert folder_files(tmp_path / "out") == folder_files(tmp_path / "reference")
 
 
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """(N, parts of N in the order in which they run): each, some of them twice."""
+    total = draw(st.integers(1, 9))
+    return total, draw(st.permutations([*range(total), *draw(st.lists(st.integers(0, total - 1), max_size=2))]))
+
+
+QUANTISED = st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(FAMILIES)))
+OPTIONS: dict[str, st.SearchStrategy[object]] = {
+    "max_shard_size": st.sampled_from(["1KB", "20KB", "5GB"]),
+    "checksums": st.booleans(),
+    "keep_split": st.booleans(),
+    "drop_tied_lm_head": st.booleans(),
+    "experts": st.sampled_from(["per-expert", "stacked", "split"]),
+}
+RANKS: dict[str, st.SearchStrategy[object]] = {
+    "target": st.just("vllm-sharded"),
+    "tp": st.sampled_from([1, 2, 4]),
+    "ranks": st.sampled_from([None, "0", "1,0"]),
+}
+
+
+@settings(max_examples=15)
+@given(
+    model=specs() | QUANTISED,
+    options=st.fixed_dictionaries({}, optional=OPTIONS) | st.fixed_dictionaries(RANKS),
+    order=orders(),
+    fused=st.booleans(),
+)
+def test_all_parts_in_any_order_make_what_fuse_makes(
+    model: Spec | tuple[str, str], options: dict[str, Any], order: tuple[int, list[int]], *, fused: bool
+) -> None:
+    """And what fuse refuses, plan refuses in the same words. `fused`: what is read is what fuse has made."""
+    with TemporaryDirectory() as folder:
+        source, out, wanted = (Path(folder, name) for name in ("in", "out", "wanted"))
+        _ = write_checkpoint(source, model) if isinstance(model, Spec) else checkpoint(*model).write(source)
+        if fused:
+            with suppress(CheckpointError):
+                fusecheck.fuse(source, Path(folder, "fused"))
+                source = Path(folder, "fused")
+        try:
+            fusecheck.fuse(source, wanted, **options)
+        except FusecheckError as refusal:
+            with pytest.raises(type(refusal), match=f"^{re.escape(str(refusal))}$"):
+                planned(source, out, **options)
+            return
+        plan = planned(source, out, **options)
+        for part in order[1]:
+            fusecheck.run_part(plan, part=part, parts=order[0])
+        assert fusecheck.finalize(plan).verdict == "committed"
+        assert folder_files(out) == folder_files(wanted)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -212,6 +382,21 @@ def test_what_is_no_plan_is_refused(plan: Path, text: bytes | None, told: str) -
     plan.write_bytes(plan.read_bytes().replace(b'"keep_split": false', b'"keep_split": true') if text is None else text)
     with pytest.raises(UsageError, match=told):
         fusecheck.run_part(plan)
+
+
+def test_a_plan_with_any_byte_changed_is_none(plan: Path) -> None:
+    text = plan.read_bytes()
+    for at in range(0, len(text) - 1, 3):
+        with pytest.raises(UsageError):
+            from_text(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :], "plan")
+        with pytest.raises(UsageError):
+            from_text(text[:at], "plan")
+
+
+@pytest.mark.parametrize("name", ["nothing", "in", "plan.json/x", "x" * 300, "a\0b"])
+def test_where_there_is_no_plan(source: Path, name: str) -> None:
+    with pytest.raises(UsageError):
+        fusecheck.run_part(source.parent / name)
 
 
 def test_another_version_may_not_go_on(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +417,39 @@ def test_out_is_no_link(source: Path, tmp_path: Path) -> None:
         fusecheck.make_plan(source, tmp_path / "link")
 
 
+def test_out_is_no_link_later_either(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    for act in (fusecheck.run_part, fusecheck.finalize):
+        with pytest.raises(UsageError, match="a symbolic link"):
+            act(plan)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_one_place_has_one_spelling(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {fusecheck.make_plan(*place).text for place in (("in", "out"), ("./in/", "out//"), (Path("in"), "./out"))}
+    assert len(texts) == 1
+    del source
+
+
+def test_a_folder_that_is_not_here_is_not_looked_for_on_the_hub(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    source.rename(tmp_path / "models" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(fusecheck.make_plan("models/tiny", tmp_path / "out").text)
+    monkeypatch.chdir("models")
+    with pytest.raises(UsageError, match="models/tiny: SRC does not exist here"):
+        fusecheck.run_part("../plan.json")
+
+
+def test_a_place_that_json_cannot_hold_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no Unicode text"):
+        fusecheck.make_plan(source, tmp_path / "\udcff")
+
+
 def test_space_is_looked_at_before_the_first_byte(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusecheck.parts.free_space", lambda _: 1000)
     with pytest.raises(SystemFailure, match="not enough free space"):
@@ -240,17 +458,25 @@ def test_space_is_looked_at_before_the_first_byte(plan: Path, tmp_path: Path, mo
 
 
 def test_a_hub_id_is_no_source_of_a_plan(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="hf://test/tiny"):
+    with pytest.raises(UsageError, match=r"test/tiny: SRC does not exist here: wanted a folder .* hf://owner/name"):
         fusecheck.make_plan("test/tiny", tmp_path / "out")
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 8, 20])
-def test_parts_are_all_objects_once_and_balanced(plan: Path, parts: int) -> None:
+@pytest.mark.parametrize("total", [1, 2, 3, 8, 20])
+def test_parts_are_all_objects_once_and_balanced(plan: Path, total: int) -> None:
     document = read_plan(plan)
-    shares = [part_of(document, part, parts) for part in range(parts)]
+    shares = [part_of(document, part, total) for part in range(total)]
     assert sorted(number for share in shares for number in share) == list(range(len(document.objects)))
     loads = [sum(document.objects[number].size for number in share) for share in shares]
     assert max(loads) - min(loads) <= max(item.size for item in document.objects)
+
+
+def test_more_parts_than_anybody_needs_cost_nothing(plan: Path, tmp_path: Path) -> None:
+    assert fusecheck.run_part(plan, part=10**9, parts=10**12).verdict == "already_done"
+    assert len(fusecheck.run_part(plan, part=3, parts=10**12).written) == 1
+    with pytest.raises(SystemFailure, match="run again: --part 0/1000000000000, --part 1/"):
+        fusecheck.finalize(plan)
+    assert not (tmp_path / "out" / "fusecheck.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -267,6 +493,9 @@ def test_parts_are_all_objects_once_and_balanced(plan: Path, parts: int) -> None
         ("1/8", 9, {}, "no part"),
         (None, 4, {}, "needs to be told"),
         (None, 4, {"SLURM_ARRAY_TASK_ID": "4"}, "--array=0-3"),
+        (None, 4, {"JOB_COMPLETION_INDEX": "2", "SLURM_ARRAY_TASK_ID": "2"}, (2, 4)),
+        (None, 4, {"JOB_COMPLETION_INDEX": "2", "SLURM_ARRAY_TASK_ID": "1"}, "two schedulers"),
+        (None, 4, {"JOB_COMPLETION_INDEX": "", "SLURM_ARRAY_TASK_ID": "1"}, (1, 4)),
         (None, 4, {"JOB_COMPLETION_INDEX": "x"}, "no number of a part"),
     ],
 )

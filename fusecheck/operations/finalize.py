@@ -25,6 +25,8 @@ class FinalizeReport:
     output_bytes: int
     traffic: Traffic
     warnings: tuple[str, ...]
+    tp: int | None = None
+    """Ranks that OUT was cut for, with a target."""
 
 
 def finalize(
@@ -49,4 +51,5 @@ def finalize(
             output_bytes=work.job.size,
             traffic=work.origin.traffic,
             warnings=done.warnings,
+            tp=document.options.tp,
         )

@@ -12,11 +12,10 @@ from fusecheck.header import MAX_HEADER_BYTES
 from fusecheck.job import Options
 from fusecheck.ledger import judge
 from fusecheck.mapping import Experts
-from fusecheck.origin import Reading, open_origin
+from fusecheck.origin import Reading
 from fusecheck.parts import opened_target
 from fusecheck.planned import Estimate, to_text
-from fusecheck.stores import is_remote
-from fusecheck.work import checked_options, planned_work
+from fusecheck.work import checked_options, open_shared, planned_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,11 @@ def make_plan(
         Options(max_shard_size, checksums, drop_tied_lm_head, keep_split, experts, target, tp, ranks)
     )
     place, there = os.fspath(source), os.fspath(out)
-    if not is_remote(place) and not os.path.lexists(place) and place.count("/") == 1:
-        raise UsageError(
-            "a plan needs a source that every machine can read", file=place, remedy=f"write hf://{place}, or a folder"
-        )
+    for path in (place, there):
+        if any("\ud800" <= character <= "\udfff" for character in path):
+            raise UsageError("is no Unicode text, which a plan has to be", file=path, remedy="choose another name")
     reading = Reading(follow_links, max_header_bytes)
-    with planned_work(open_origin(place, reading=reading), there, options, reading) as work:
+    with planned_work(open_shared(place, reading), there, options, reading) as work:
         plan = work.plan
         with opened_target(there, plan.digest, allow_unconditional=False) as opened:
             judge(opened, plan)

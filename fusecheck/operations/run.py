@@ -84,14 +84,20 @@ def which_part(part: str | None, parts: int | None, environment: Mapping[str, st
         return _checked(int(match[1]), int(match[2]), "--part counts from 0")
     if parts is None:
         return 0, 1
-    variable = next((name for name in INDEX_VARIABLES if environment.get(name)), None)
-    if variable is None:
+    told = {name: environment[name] for name in INDEX_VARIABLES if environment.get(name)}
+    if len(set(told.values())) > 1:
+        raise UsageError(
+            "two schedulers say which part this is",
+            found=", ".join(f"{name}={value}" for name, value in told.items()),
+            remedy=f"give --part i/{parts}",
+        )
+    if not told:
         raise UsageError(
             "--parts alone needs to be told which part this is",
             wanted=" or ".join(INDEX_VARIABLES),
             remedy=f"give --part i/{parts}",
         )
-    value = environment[variable]
+    variable, value = next(iter(told.items()))
     if re.fullmatch(r"[0-9]{1,6}", value, re.ASCII) is None:
         raise UsageError(f"{variable} is no number of a part", found=value)
     return _checked(int(value), parts, f"{variable} counts from 0 (Slurm: --array=0-{parts - 1})")

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 def plan_line(report: PlanReport) -> str:
     """What the plan will take, before anything is fetched."""
     estimate = report.estimate
+    requests = f"about {count(estimate.requests, 'request')}, " if estimate.requests else ""
     return (
         f"{count(report.objects, 'object')}: {decimal(estimate.bytes_read)} to read, {decimal(estimate.bytes_written)} to "
-        f"write, about {count(estimate.requests, 'request')}, at most {decimal(estimate.memory)} of memory in each run"
+        f"write, {requests}at most {decimal(estimate.memory)} of memory in each run"
     )
 
 
