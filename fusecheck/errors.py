@@ -121,4 +121,5 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by signal {signum}")
+        self.signum = signum
         self.exit_code = 128 + signum

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from _thread import interrupt_main
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,9 +13,12 @@ from fusecheck.errors import Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from sys import UnraisableHookArgs
     from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGAIN_SECONDS = 0.005
+"""How long after a finaliser in which a handler ran, and whose exceptions Python drops, the signal comes again."""
 
 
 @contextmanager
@@ -31,7 +36,19 @@ def signals_as_exceptions() -> Iterator[None]:
             stopping = True
             raise Interrupted(signum)
 
-    with _handlers(stop):
+    def swallowed(lost: UnraisableHookArgs) -> None:
+        nonlocal stopping
+        if isinstance(lost.exc_value, Interrupted):
+            stopping = False
+            threading.Timer(_AGAIN_SECONDS, interrupt_main, (lost.exc_value.signum,)).start()
+        else:
+            former(lost)
+
+    former = sys.unraisablehook
+    with _handlers(stop), ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(setattr, sys, "unraisablehook", former)
+            sys.unraisablehook = swallowed
         yield
 
 

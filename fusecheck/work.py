@@ -157,11 +157,16 @@ def _check_same(plan: Plan, now: Plan) -> None:
         raise SystemFailure("what would be written is not what was planned", remedy="plan again, and run the new plan")
 
 
+def refuse_nested(source: str, out: str) -> None:
+    """UsageError where one address lies below the other: before anything is asked of a store."""
+    one, other = parse(source), parse(out)
+    if (one.kind, one.root) == (other.kind, other.root) and _nested(one.prefix, other.prefix):
+        raise UsageError("OUT is SRC, lies inside it or around it", file=out, remedy="choose another prefix")
+
+
 def _refuse_overlap(origin: Origin, out: str) -> None:
     if origin.folder is None or is_remote(out):
-        one, other = parse(origin.place), parse(out)
-        if (one.kind, one.root) == (other.kind, other.root) and _nested(one.prefix, other.prefix):
-            raise UsageError("OUT is SRC, lies inside it or around it", file=out, remedy="choose another prefix")
+        refuse_nested(origin.place, out)
         return
     if Path(out).is_symlink():
         raise UsageError("OUT is a symbolic link", file=out, remedy="name the folder itself")

@@ -758,6 +758,23 @@ def test_a_signal_becomes_an_exception_once(top: Path, signum: int) -> None:
     assert former == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_a_finaliser_comes_again(signum: int) -> None:
+    """Python drops what a finaliser raises, and with it the exception of a handler that runs in one."""
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signum)
+
+    former = sys.unraisablehook
+    with pytest.raises(Interrupted) as caught, signals_as_exceptions():
+        Dying()
+        for _ in range(1000):
+            time.sleep(0.01)
+    assert caught.value.exit_code == 128 + signum
+    assert sys.unraisablehook is former
+
+
 def test_an_ignored_hangup_stays_ignored() -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -25,7 +25,7 @@ from fusecheck.sidefiles import LeftOut
 from fusecheck.stores import Target as StoreTarget
 from fusecheck.stores import is_remote
 from fusecheck.target import Target, TargetOccupied, check_target
-from fusecheck.work import checked_options, planned_work, reader_of
+from fusecheck.work import checked_options, planned_work, reader_of, refuse_nested
 
 DEFAULT_THREADS = 2
 
@@ -98,6 +98,7 @@ def fuse(
         )
     if force:
         raise UsageError("--force is for a folder: a store exchanges nothing in one step", file=os.fspath(out))
+    refuse_nested(os.fspath(source), os.fspath(out))
     with opened_target(os.fspath(out), allow_unconditional=allow_unconditional) as store:
         return _to_store(opening, os.fspath(out), store, options, reading, dry_run=dry_run, on_progress=on_progress)
 

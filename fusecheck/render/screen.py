@@ -149,7 +149,7 @@ class Screen:
         if as_json:
             self.result(to_json(report.verdict, report))
         if not self.quiet:
-            self._say("engines", engines_line(), "bold")
+            self._say("engines", engines_line(report.tp), "bold")
 
     def inspect(self, report: InspectReport) -> None:
         """What is there: a table of layers on stdout, what fuse would do, which engines load what."""
