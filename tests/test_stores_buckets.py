@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from az_server import CONTAINER, AzServer
 from hypothesis import given
 from hypothesis import strategies as st
 from s3_server import BUCKET, Faults, S3Server
@@ -17,6 +18,8 @@ from fusecheck.reader import Source, StoredFile
 from fusecheck.stores import Target, Windows, open_publisher, open_source
 from fusecheck.stores.bucket import failure
 from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size
+from fusecheck.stores.bucket_source import BucketSource
+from fusecheck.stores.patience import Patience, Pause
 
 pytestmark = pytest.mark.filterwarnings("default:::moto", "default:::botocore", "default:::flask")
 
@@ -116,10 +119,57 @@ def test_a_console_s_folders_are_no_files(s3: S3Server) -> None:
     for key in ("", "1_Pooling/", "empty-folder/"):
         s3.put(f"models/tiny/{key}", b"")
     s3.put("models/tiny/empty", b"")
-    assert list(open_source(WHERE).files()) == sorted([*FILES, "empty"])
+    s3.put("models/tiny/config.json/", b"")
+    source = open_source(WHERE)
+    assert list(source.files()) == sorted([*FILES, "empty"])
+    assert read(source, "config.json") == FILES["config.json"], "a marker is not the file of its name"
     s3.put("models/tiny/a//b", b"")
     with pytest.raises(UsageError, match="no path"):
         open_source(WHERE)
+
+
+def test_a_prefix_may_hold_any_letters_and_many_pages(s3: S3Server) -> None:
+    prefix = "a b%2f#+ü/&=?"
+    target = open_publisher(f"s3://{BUCKET}/{prefix}")
+    target.check()
+    target.put("a+b c%41.txt", blocks(b"abc"), 3)
+    for number in range(1001):
+        s3.put(f"{prefix}/x/{number:04}", b"x")
+    files = open_source(f"s3://{BUCKET}/{prefix}").files()
+    assert list(files) == ["a+b c%41.txt", *(f"x/{number:04}" for number in range(1001))]
+    assert target.list() == files
+    assert target.read("a+b c%41.txt") == b"abc"
+
+
+def test_azure_s_listing_names_contents_as_its_answers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with AzServer() as az:
+        for name, value in az.environment.items():
+            monkeypatch.setenv(name, value)
+        target = open_publisher(f"az://{CONTAINER}/deep/out")
+        target.check()
+        data = {"a": b"0123", "b": bytes(9 * MIB)}
+        put = {name: target.put(name, blocks(text), len(text)) for name, text in data.items()}
+        assert target.list() == put == {name: target.have(name) for name in put}
+        source = open_source(f"az://{CONTAINER}/deep/out")
+        assert {name: source.files()[name] for name in put} == put
+        assert read(source, "a", 1, 2) == b"12"
+        az.blobs["deep/out/a"] = b"3210"
+        with pytest.raises(SystemFailure, match="changed while it was read"):
+            read(source, "a", 1, 2)
+        assert [target.commit(b"{}"), target.commit(b"{}")] == [True, False]
+
+
+@pytest.mark.parametrize("drip", [0, 1])
+def test_bodies_that_end_early_again_and_again_have_an_end(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, drip: int
+) -> None:
+    source = open_source(WHERE)
+    monkeypatch.setattr(source, "_pause", Pause(Patience(first=0.001)))
+    monkeypatch.setattr(BucketSource, "_drain", lambda *_: (drip, None))
+    s3.seen.clear()
+    with pytest.raises(SystemFailure, match="ends early"):
+        read(source, "model.safetensors")
+    assert len(s3.seen) == Patience().tries
 
 
 def test_a_pass_over_a_bucket_in_windows(s3: S3Server) -> None:
