@@ -42,6 +42,8 @@ class RangeIlls:
     """The store's ETag in place of the SHA-256; `{n}` is the number of the request."""
     xet: str | None = None
     """The hub's other name for a file's content."""
+    nameless: bool = False
+    """Neither the hub nor the store says which content it gives."""
     other_bytes: bool = False
     """The store holds another file of the same size, and says so in its ETag."""
     limited: int = 0
@@ -133,6 +135,8 @@ class _RangeHandler(_Handler):
             start, last = int(span[1]), int(span[2])
             headers["Content-Range"] = f"bytes {start}-{last}/{len(body)}"
             status, body = 206, body[start : last + 1]
+        if self.hub.range_ills.nameless:
+            headers = {key: value for key, value in headers.items() if "etag" not in key.lower()}
         super()._answer(status, body, headers)
 
     def _from_store(self) -> None:

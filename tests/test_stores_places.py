@@ -34,7 +34,18 @@ def test_what_an_address_is(url: str, address: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["hf://", "hf://a", "hf://a/b/c", "hf://a/b@", "hf://a/b@x y", "s3://", "http://a/b", "s3://bucket/a/../b"]
+    "url",
+    [
+        "hf://",
+        "hf://a",
+        "hf://a/b/c",
+        "hf://a/b@",
+        "hf://a/b@..",
+        "hf://a/b@x y",
+        "s3://",
+        "http://a/b",
+        "s3://bucket/a/../b",
+    ],
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(UsageError):
@@ -48,6 +59,8 @@ def test_what_is_no_address(url: str) -> None:
         ({"retry-after": "7"}, 7),
         ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0),
         ({"retry-after": "soon"}, None),
+        ({"retry-after": "\xb2"}, None),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:00 +99999999999999"}, None),
         ({"ratelimit": '"resolvers";r=0;t=42'}, 42),
     ],
 )

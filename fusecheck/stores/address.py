@@ -14,7 +14,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTA
 _BUCKETS: dict[str, Kind] = {"s3": "s3", "gs": "gs", "az": "az"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", re.ASCII)
 _REPO = re.compile(
-    r"(?P<repo>[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*)(?:@(?P<revision>[^\x00-\x20\x7f~^:?*\[\\]+))?",
+    r"(?P<repo>[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*)(?:@(?P<revision>(?!\.)[^\x00-\x20\x7f~^:?*\[\\]+))?",
     re.ASCII,
 )
 _INNER = re.compile(r"(?!\.{1,2}(?:/|$))[^/\x00-\x1f\x7f]+(?:/(?!\.{1,2}(?:/|$))[^/\x00-\x1f\x7f]+)*")
