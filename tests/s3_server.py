@@ -39,6 +39,8 @@ class Faults:
     """Each so-manieth body of an object ends in the middle, with the connection."""
     deny: bool = False
     """Everything is answered 403."""
+    silent: str = ""
+    """Requests whose path holds this are not answered before the server stops; `heard` is set by the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class S3Server:
         self._lock = threading.Lock()
         self._conditional = threading.RLock()
         self._bodies = 0
+        self.heard, self._stopping = threading.Event(), threading.Event()
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=_Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -86,6 +89,7 @@ class S3Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stopping.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -124,6 +128,9 @@ class S3Server:
         part = parse_qs(asked.query).get("partNumber", ["0"])[0]
         with self._lock:
             self.seen.append(asked)
+        if self.faults.silent and self.faults.silent in asked.path:
+            self.heard.set()
+            self._stopping.wait(60)
         if self.faults.deny or (self.faults.refuse_part and part == str(self.faults.refuse_part)):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Type", "application/xml")])

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
+import obstore
 import pytest
 from az_server import CONTAINER, AzServer
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemorySource
 from s3_server import BUCKET, Faults, S3Server
 
+from fusecheck import gather
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
+from fusecheck.lanes import Lane, send
+from fusecheck.plan import Block, PlannedFile
 from fusecheck.reader import Source, StoredFile
-from fusecheck.stores import Target, Windows, open_publisher, open_source
+from fusecheck.stores import Target, Windows, bucket_publisher, open_publisher, open_source
 from fusecheck.stores.bucket import failure
 from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size
 from fusecheck.stores.bucket_source import BucketSource
@@ -230,6 +237,52 @@ def test_a_large_object_goes_in_parts(s3: S3Server, target: Target) -> None:
     assert found.identity["etag"].endswith('-3"')
     assert sum("partNumber" in seen.query for seen in s3.asked("PUT")) == 3
     assert s3.open_multiparts() == 0
+
+
+def ranks(count: int, size: int) -> tuple[Lane, MemorySource]:
+    """A matrix cut into as many files by columns, and where it lies."""
+    rows = [(Block("in", rank, size, 1, count),) for rank in range(count)]
+    lane = tuple(PlannedFile(f"rank-{rank}", b"head", (strip,)) for rank, strip in enumerate(rows))
+    return lane, MemorySource({"in": random.Random(4).randbytes(count * size)})  # noqa: S311
+
+
+def test_a_lane_may_have_any_number_of_files(s3: S3Server, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "BLOCK_BYTES", 512)
+    lane, source = ranks(20, 2000)
+    send(lane, source, target, lambda _: None)
+    made = [s3.objects()[f"out/{file.path}"].removeprefix(b"head") for file in lane]
+    assert bytes(chain.from_iterable(zip(*made, strict=True))) == source.contents["in"]
+
+
+def test_files_that_are_written_together_share_the_memory_of_one(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    class Counted:
+        def put(self, store: object, key: str, blocks: Iterator[bytes], **settings: int) -> None:
+            held.append(settings["chunk_size"] * settings["max_concurrency"])
+            put(store, key, b"".join(blocks))  # type: ignore[arg-type]
+
+    put, head = obstore.put, obstore.head
+    monkeypatch.setitem(sys.modules, "obstore", Counted())
+    monkeypatch.setattr(Counted, "head", staticmethod(head), raising=False)
+    monkeypatch.setattr(gather, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(bucket_publisher, "part_size", lambda size: size // 2)
+    monkeypatch.setattr(bucket_publisher, "_HELD", 20_000)
+    lane, source = ranks(4, 2000)
+    send(lane, source, target, lambda _: None)
+    assert len(held) == len(lane)
+    assert sum(held) <= 20_000
+
+
+def test_closing_a_target_ends_who_waits(s3: S3Server) -> None:
+    target = open_publisher(f"s3://{BUCKET}/out")
+    s3.faults.silent = "/out/"
+    threading.Timer(0.1, target.close).start()
+    with pytest.raises(SystemFailure, match="was closed"):
+        target.have("a")
+    s3.faults.silent = ""
 
 
 class Signalled(BaseException):

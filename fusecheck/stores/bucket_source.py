@@ -6,11 +6,11 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fusecheck.daemons import aside
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import StoredFile
 from fusecheck.stores.address import Address
 from fusecheck.stores.bucket import connect, failure, told
-from fusecheck.stores.daemons import aside
 from fusecheck.stores.frozen import agreed, changed, stored
 from fusecheck.stores.patience import Attempts, Patience, Pause
 

@@ -8,9 +8,9 @@ from enum import Enum, auto
 from types import TracebackType
 from typing import Self
 
+from fusecheck.daemons import Daemons
 from fusecheck.errors import SystemFailure
 from fusecheck.reader import Reader
-from fusecheck.stores.daemons import Daemons
 from fusecheck.stores.schedule import GAP, LARGEST, MIB, OPEN, Window, by_grain, schedule
 
 HELD = 448 * MIB
