@@ -30,7 +30,10 @@ class Faults:
     """What the store does wrong, nothing at first."""
 
     ignore_if_none_match: bool = False
+    refuse_if_none_match: bool = False
+    """It answers 501, as S3 did for years."""
     ignore_if_match: bool = False
+    ignore_range: bool = False
     refuse_part: int = 0
     """The part of this number is refused with 403."""
     conflicts: int = 0
@@ -135,13 +138,17 @@ class S3Server:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>"]
-        if "HTTP_IF_NONE_MATCH" in environ and self.faults.conflicts:
-            self.faults.conflicts -= 1
+        if "HTTP_IF_NONE_MATCH" in environ and (self.faults.conflicts or self.faults.refuse_if_none_match):
+            known = not self.faults.refuse_if_none_match
+            self.faults.conflicts -= known
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("409 Conflict", [("Content-Type", "application/xml")])
-            return [b"<?xml version='1.0'?><Error><Code>ConditionalRequestConflict</Code></Error>"]
+            start_response("409 Conflict" if known else "501 Unknown", [("Content-Type", "application/xml")])
+            code = b"ConditionalRequestConflict" if known else b"NotImplemented"
+            return [b"<?xml version='1.0'?><Error><Code>%s</Code></Error>" % code]
         if self.faults.ignore_if_none_match:
             environ.pop("HTTP_IF_NONE_MATCH", None)
+        if self.faults.ignore_range:
+            environ.pop("HTTP_RANGE", None)
         if self.faults.ignore_if_match:
             environ.pop("HTTP_IF_MATCH", None)
         if "HTTP_IF_NONE_MATCH" in environ:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 
 import obstore
@@ -22,7 +23,7 @@ from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.lanes import Lane, send
 from fusecheck.plan import Block, PlannedFile
 from fusecheck.reader import Source, StoredFile
-from fusecheck.stores import Target, Windows, bucket_publisher, open_publisher, open_source
+from fusecheck.stores import Target, Windows, bucket, bucket_publisher, open_publisher, open_source
 from fusecheck.stores.bucket import failure
 from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size
 from fusecheck.stores.bucket_source import BucketSource
@@ -96,6 +97,13 @@ def test_a_prefix_reads_as_what_lies_there(s3: S3Server, cut_every: int) -> None
         list(pool.map(one, range(20)))
     assert sum("list-type" in seen.query for seen in s3.asked("GET")) == 1
     assert {"if-match"} <= set.intersection(*(set(seen.headers) for seen in s3.asked("GET", "/models/")))
+
+
+def test_a_store_that_ignores_ranges_is_refused(s3: S3Server) -> None:
+    source = open_source(WHERE)
+    s3.faults.ignore_range = True
+    with pytest.raises(SystemFailure, match="the store ignores ranges"):
+        read(source, "model.safetensors", 1, 10)
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -320,10 +328,17 @@ def test_a_refused_part_aborts_the_rest(s3: S3Server, target: Target) -> None:
     assert target.have("model.safetensors") is None
 
 
-def test_a_store_that_ignores_if_none_match_is_found(s3: S3Server, target: Target) -> None:
+@pytest.mark.parametrize(
+    "faults", [Faults(ignore_if_none_match=True), Faults(refuse_if_none_match=True)], ids=["ignored", "refused"]
+)
+def test_a_store_without_if_none_match_is_found(
+    s3: S3Server, target: Target, monkeypatch: pytest.MonkeyPatch, faults: Faults
+) -> None:
+    monkeypatch.setattr(bucket, "RETRIES", 0)
     target.check()
     assert target.list() == {}
-    s3.faults = Faults(ignore_if_none_match=True)
+    s3.faults = replace(faults)
+    target = open_publisher(f"s3://{BUCKET}/out")
     for verb in (target.check, lambda: open_publisher(f"s3://{BUCKET}/out").commit(b"{}")):
         with pytest.raises(SystemFailure, match="If-None-Match"):
             verb()

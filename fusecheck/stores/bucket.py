@@ -23,6 +23,8 @@ _ENDPOINTS = {
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 """Where the environment may name another server than the provider's."""
+RETRIES = 8
+"""Of one request, by obstore."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
 _CAUSE = re.compile(r"connection (?:refused|reset|closed)|timed out|dns error|certificate|broken pipe", re.IGNORECASE)
@@ -49,7 +51,7 @@ def connect(address: Address) -> ObjectStore:
         "timeout": timedelta(minutes=10),
         "user_agent": "fusecheck",
     }
-    retry: RetryConfig = {"max_retries": 8, "retry_timeout": timedelta(minutes=2)}
+    retry: RetryConfig = {"max_retries": RETRIES, "retry_timeout": timedelta(minutes=2)}
     prefix = address.prefix or None
     with told(str(address), "open"):
         if address.kind == "s3":
@@ -96,6 +98,12 @@ def failure(error: Exception, file: str, doing: str) -> FusecheckError:
     return SystemFailure(f"cannot {doing}: {what}", file=file, found=code and code[1], remedy=remedy)
 
 
+def is_unknown_to_store(error: Exception) -> bool:
+    """Whether a store says that it does not know what a request demands, as S3 did of If-None-Match until 2024."""
+    status = _STATUS.search(str(error))
+    return isinstance(error, NotImplementedError) or (status is not None and status[1] == "501")
+
+
 def _cause(kind: str, text: str, status: str | None) -> tuple[str, str]:
     """(what happened, what to do) by the library's error without its places."""
     if kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"}:
@@ -104,6 +112,8 @@ def _cause(kind: str, text: str, status: str | None) -> tuple[str, str]:
         return f"the store answered {status}", "run again later"
     if _NO_CREDENTIALS.search(text):
         return "no credentials in the environment", _CREDENTIALS
+    if "non-partial response" in text:
+        return "the store ignores ranges", "check the endpoint, and proxies on the way"
     if "incorrectly configured region" in text:
         return "the bucket is in another region", "set AWS_REGION"
     known = _CAUSE.search(text)

@@ -17,7 +17,7 @@ from fusecheck.errors import FusecheckError, SystemFailure
 from fusecheck.reader import StoredFile
 from fusecheck.sidefiles import MANIFEST
 from fusecheck.stores.address import Address, is_name
-from fusecheck.stores.bucket import connect, told
+from fusecheck.stores.bucket import connect, is_unknown_to_store, told
 from fusecheck.stores.bucket_source import list_bucket, stored_object
 from fusecheck.stores.folder_publisher import OWN, taken
 
@@ -60,7 +60,7 @@ class BucketPublisher:
             raise SystemFailure("a new object is said to exist", file=self._where, found=name)
         if not self._conditional and not self._allow_unconditional:
             raise SystemFailure(
-                "the store ignores If-None-Match, so that two runs could overwrite each other's commit",
+                "the store knows no If-None-Match, so that two runs could overwrite each other's commit",
                 file=self._where,
                 remedy="give --allow-unconditional if no other run writes there",
             )
@@ -159,14 +159,16 @@ class BucketPublisher:
     def _create(self, name: str, data: bytes) -> bool:
         """Put if absent; False where something stands, True where the store wrote, conditionally or not."""
         import obstore  # noqa: PLC0415 - an extra
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError  # noqa: PLC0415
+        from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
         with told(f"{self._where}/{name}", "write"):
             try:
                 self._call(lambda: obstore.put(self._store, self._key(name), data, mode="create"))
             except (AlreadyExistsError, PreconditionError):
                 return False
-            except (NotSupportedError, NotImplementedError):
+            except Exception as error:
+                if not is_unknown_to_store(error):
+                    raise
                 self._call(lambda: self._single(name, data))
         return True
 
