@@ -75,6 +75,26 @@ def test_plain_http_is_for_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
         open_source("hf://a/b")
 
 
+@pytest.mark.parametrize(
+    ("place", "variable"),
+    [
+        ("s3", "AWS_endpoint"),
+        ("gs", "GOOGLE_BASE_URL"),
+        ("az", "AZURE_STORAGE_ENDPOINT"),
+        ("az", "AZURITE_BLOB_STORAGE_URL"),
+    ],
+)
+def test_plain_http_to_a_bucket_is_for_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch, place: str, variable: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+    monkeypatch.setenv(variable, "http://store.example:9000/?sig=S")
+    with pytest.raises(UsageError, match=f"{variable}: is plain http to another machine") as caught:
+        open_source(f"{place}://bucket/x")
+    assert "store.example" not in str(caught.value)
+
+
 def test_hosts_by_what_they_are() -> None:
     assert all(is_loopback(host) for host in ("localhost", "LOCALHOST.", "127.0.0.1", "127.9.9.9", "::1"))
     assert not any(is_loopback(host) for host in ("localhost.example", "128.0.0.1", "", "[::1]"))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL", "GOOGLE_ENDPOINT"),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
 }
-"""Where the environment may name another server than the provider's."""
+"""Where the environment may name another server than the provider's, in any case of letters."""
 RETRIES = 8
 """Of one request, by obstore."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
@@ -64,9 +64,9 @@ def connect(address: Address) -> ObjectStore:
 def _plain_http(kind: str) -> bool:
     """Whether the environment names a server on loopback without TLS; UsageError for one that is elsewhere."""
     plain = False
-    for variable in _ENDPOINTS[kind]:
-        url = urlsplit(os.environ.get(variable, ""))
-        if url.scheme.lower() == "http":
+    for variable, value in os.environ.items():
+        url = urlsplit(value) if variable.upper() in _ENDPOINTS[kind] else None
+        if url is not None and url.scheme.lower() == "http":
             if not is_loopback(url.hostname or ""):
                 raise UsageError("is plain http to another machine", file=variable, remedy="use https")
             plain = True
