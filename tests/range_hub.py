@@ -61,6 +61,8 @@ class RangeHub(HubServer):
 
     def __init__(self) -> None:
         self.range_ills = RangeIlls()
+        self.renamed: dict[str, str] = {}
+        """Repositories by their old names, which the hub sends on."""
         self.uses: dict[str, int] = {}
         self.numbers = itertools.count(1)
         self.cuts, self.answers = itertools.count(1), itertools.count(1)
@@ -118,8 +120,12 @@ class _RangeHandler(_Handler):
             time.sleep(ills.latency)
         if ills.busy_every and next(self.hub.answers) % ills.busy_every == 0:
             self._answer(503)
-        else:
-            super().do_GET()
+            return
+        for old, new in self.hub.renamed.items():
+            if f"/{old}/" in self.path:
+                self._answer(307, b"", {"Location": self.path.replace(old, new)})
+                return
+        super().do_GET()
 
     do_HEAD = do_GET  # noqa: N815 - its name is the method's
 

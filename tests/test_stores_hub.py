@@ -113,10 +113,20 @@ def test_one_question_for_the_commit_one_listing_one_place_per_file(hub: RangeHu
     assert sum("/revision/" in path for path in paths) == 1
     assert sum("/tree/" in path for path in paths) == 2  # two pages of four
     kept = [name for name, data in FILES.items() if len(data) < LARGE]
-    assert source.resolves == len(FILES)
+    assert source.resolves == len(FILES) - len(kept)
     assert [hub.resolved(SHARD), hub.resolved(SHARD.replace("1-", "2-"))] == [1, 1]
-    assert all(hub.resolved(name) > 1 for name in kept)  # the hub serves them itself
+    before = source.requests
+    for name in kept:
+        read(source, name)
+    assert source.requests - before == len(kept), "the hub serves them itself"
     assert source.requests == len(hub.seen)
+
+
+def test_a_repository_that_was_renamed_is_found(hub: RangeHub) -> None:
+    hub.renamed["old/name"] = REPO
+    source = HubSource(parse("hf://old/name"), patience=QUICK)
+    check_ranges(source, 1)
+    check_token(hub)
 
 
 def test_a_signed_url_is_renewed_once_for_all_threads(hub: RangeHub) -> None:

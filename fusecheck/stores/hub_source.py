@@ -1,6 +1,7 @@
 """A repository of the hub at one commit, read by range from the stores behind it.
 
-One question for the commit, one listing, one per file for its signed URL; all else are ranges of the files themselves.
+One question for the commit, one listing, one per large file for its signed URL; all else are ranges of the files
+themselves. Small files the hub keeps itself: they are asked for where they are.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class HubSource:
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.resolves = 0
-        """Questions for the place of a file."""
+        """Questions for the place of a large file."""
 
     @property
     def requests(self) -> int:
@@ -185,11 +186,12 @@ class HubSource:
             return link.tag == tag
 
     def _url(self, file: str) -> str:
-        """The place of a file, asked for once for all threads."""
+        """The place of a file, asked for once for all threads where it is not with the hub."""
         link = self._links[file]
         with link.lock:
             if link.url is None:
-                link.url = self._resolve(file)
+                url = f"{self._http.endpoint}/{self._repo}/resolve/{self.commit}/{quote(file)}"
+                link.url = self._resolve(file, url) if "sha256" in self._files[file].identity else url
             return link.url
 
     def _forget(self, file: str, url: str, moved: str | None) -> None:
@@ -199,13 +201,12 @@ class HubSource:
             if link.url == url:
                 link.url = moved
 
-    def _resolve(self, file: str) -> str:
+    def _resolve(self, file: str, url: str) -> str:
         """Ask the hub where the bytes are. Redirects within the hub are followed; another host's URL is signed.
 
         By GET, for one byte where there is no redirect: a store may sign for the method that the hub was asked with.
         """
         link = self._links[file]
-        url = f"{self._http.endpoint}/{self._repo}/resolve/{self.commit}/{quote(file)}"
         with self._lock:
             self.resolves += 1
         for _ in range(5):
