@@ -45,11 +45,29 @@ def test_what_an_address_is(url: str, address: Address) -> None:
         "s3://",
         "http://a/b",
         "s3://bucket/a/../b",
+        "s3://bucket//a",
+        "s3://bucket/a//",
     ],
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(UsageError):
         parse(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/x",
+        "az://container/x?sv=1&sig=secret",
+        "hf://user:secret@owner/name",
+        "hf://secret@owner/name",
+        "gs://a/?x=secret",
+    ],
+)
+def test_a_credential_in_an_address_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(url)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
