@@ -366,6 +366,15 @@ def test_versions_are_held_to(s3: S3Server) -> None:
     assert target.put("a", blocks(b"two"), 3) != first
 
 
+@pytest.mark.parametrize("endpoint", ["", "ht!tp://x:secret@y"])
+def test_a_panic_of_the_library_is_a_failure(s3: S3Server, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    del s3
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(SystemFailure, match="check the endpoint") as caught:
+        open_source(WHERE)
+    assert "secret" not in str(caught.value)
+
+
 class GenericError(Exception):
     """As obstore's, whose text is all there is."""
 

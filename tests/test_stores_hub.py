@@ -316,6 +316,16 @@ def test_a_redirect_may_not_lead_inward_nor_to_plain_http(hub: RangeHub, monkeyp
             read(source, SHARD)
 
 
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(
+    hub: RangeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", f"{TOKEN}\xe9")
+    with pytest.raises(UsageError, match="check HF_TOKEN") as caught:
+        opened()
+    assert TOKEN not in str(caught.value)
+    assert not hub.seen
+
+
 def test_offline_and_unreachable(hub: RangeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SystemFailure, match="HF_HUB_OFFLINE is set"):

@@ -28,11 +28,18 @@ RETRIES = 8
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
 _CAUSE = re.compile(r"connection (?:refused|reset|closed)|timed out|dns error|certificate|broken pipe", re.IGNORECASE)
-_NO_CREDENTIALS = re.compile(r"credential|Missing \w*Key", re.IGNORECASE)
 _CREDENTIALS = "set those of the provider, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_WORDS = (
+    (re.compile(r"^PanicException"), "the library gives up on what is set", "check the endpoint and the region"),
+    (re.compile(r"credential|Missing \w*Key", re.IGNORECASE), "no credentials in the environment", _CREDENTIALS),
+    (re.compile("non-partial response"), "the store ignores ranges", "check the endpoint, and proxies on the way"),
+    (re.compile("incorrectly configured region"), "the bucket is in another region", "set AWS_REGION"),
+)
+"""What the library's errors of its own begin with or hold, what that means, what to do."""
 _METADATA = ("://169.254.169.254/", "://metadata.google.internal/", "://metadata/")
 """Where credentials are looked for last, on the provider's own machines."""
 _PLACES = re.compile(r"https?://\S*|(?<=path )\S*|(?<=location )\S*")
+_PANIC = "PanicException"
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
 
 
@@ -75,16 +82,18 @@ def _plain_http(kind: str) -> bool:
 
 @contextmanager
 def told(file: str, doing: str) -> Iterator[None]:
-    """Whatever obstore raises, in our words."""
+    """Whatever obstore raises, in our words; its Rust's panics, which are no Exceptions, too."""
     try:
         yield
     except FusecheckError:
         raise
-    except Exception as error:  # noqa: BLE001 - obstore, its Rust, the network: what they raise is not ours to list
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
         raise failure(error, file, doing) from None
 
 
-def failure(error: Exception, file: str, doing: str) -> FusecheckError:
+def failure(error: BaseException, file: str, doing: str) -> FusecheckError:
     """Our words, and of the library's the status and the store's own code: the rest holds URLs."""
     text = str(error)
     code, status = _CODE.search(text), _STATUS.search(text)
@@ -110,11 +119,8 @@ def _cause(kind: str, text: str, status: str | None) -> tuple[str, str]:
         return "access denied", "check the credentials that the environment gives, and what they allow"
     if status is not None:
         return f"the store answered {status}", "run again later"
-    if _NO_CREDENTIALS.search(text):
-        return "no credentials in the environment", _CREDENTIALS
-    if "non-partial response" in text:
-        return "the store ignores ranges", "check the endpoint, and proxies on the way"
-    if "incorrectly configured region" in text:
-        return "the bucket is in another region", "set AWS_REGION"
+    for pattern, what, remedy in _WORDS:
+        if pattern.search(f"{kind}: {text}"):
+            return what, remedy
     known = _CAUSE.search(text)
     return known[0].lower() if known else kind, "check the network, and run again"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from fusecheck import __version__
-from fusecheck.errors import FusecheckError, SystemFailure
+from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.hub.failure import failure
 from fusecheck.stores.hosts import check_endpoint, check_redirect, joined, origin
 from fusecheck.stores.patience import Attempts, Pace, Patience, Pause, asked_to_wait
@@ -83,6 +83,8 @@ class HubHttp:
         self._lock = threading.Lock()
         self._client = cast("_Client", get_session())
         token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        if token and not (token.isascii() and token.isprintable()):
+            raise UsageError("the hub's token is none: it holds what no token can", remedy="check HF_TOKEN")
         self._token = f"Bearer {token}" if token else None
         self._headers = {"user-agent": f"fusecheck/{__version__}", "accept-encoding": "identity"}
         self._timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
