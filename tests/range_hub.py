@@ -50,6 +50,8 @@ class RangeIlls:
     """So many answers of the store are 429 with `retry_after`."""
     retry_after: str = "0"
     latency: float = 0
+    link: str | None = None
+    """Where every page of a listing says that the next one is; `{n}` is a number of its own."""
     redirect: str | None = None
     """Where the hub sends readers in place of the store."""
     hop: bool = False
@@ -132,6 +134,8 @@ class _RangeHandler(_Handler):
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         """Small files of the hub itself are served by range too; a redirect may be bent."""
         headers = dict(headers or {})
+        if "/tree/" in self.path and self.hub.range_ills.link:
+            headers["Link"] = f'<{self.hub.range_ills.link.format(n=next(self.hub.numbers))}>; rel="next"'
         if self.host == "hub" and status == 302 and self.hub.range_ills.redirect:
             headers["Location"] = self.hub.range_ills.redirect
         if self.host == "hub" and status == 302 and self.hub.range_ills.xet:

@@ -18,7 +18,7 @@ from range_hub import RangeHub, RangeIlls
 
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import StoredFile
-from fusecheck.stores import Windows, hosts, open_source
+from fusecheck.stores import Windows, hosts, hub_tree, open_source
 from fusecheck.stores.address import parse
 from fusecheck.stores.hub_source import HubSource
 from fusecheck.stores.patience import Patience
@@ -257,6 +257,25 @@ def test_content_that_nobody_names_is_not_taken(hub: RangeHub) -> None:
         for file in (SHARD, "config.json"):
             with pytest.raises(SystemFailure, match="does not say which content"):
                 read(source, file)
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("https://evil.example/x", "leads elsewhere"),
+        ("//evil.example/x", "leads elsewhere"),
+        ("?cursor=9", "leads elsewhere"),
+        ("https://[x", "no URL"),
+        ("?cursor=9&n={n}", "has no end"),
+    ],
+)
+def test_a_listing_stays_with_the_hub_and_has_an_end(
+    hub: RangeHub, monkeypatch: pytest.MonkeyPatch, link: str, words: str
+) -> None:
+    monkeypatch.setattr(hub_tree, "MAX_PAGES", 5)
+    with hub.range_ill(RangeIlls(link=link)), pytest.raises(SystemFailure, match=words):
+        opened()
+    assert len(hub.seen) <= 6
 
 
 def test_a_branch_that_moves_is_not_followed(hub: RangeHub) -> None:
