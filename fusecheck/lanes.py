@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ QUEUED = 8
 """Pieces, of about a MiB each, that wait for one publisher."""
 
 _WAIT_SECONDS = 0.5
+
+_GIVE_UP_SECONDS = 25
+"""What puts that are given up have for their cleaning up: less than a scheduler leaves between its two signals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,13 @@ def send(
     makers = [_Maker(file, FreshBuffers(), sha256=sha256) for file in lane]
     sinks = [_Sink(publisher, file) for file in lane]
     try:
+        for sink in sinks:
+            sink.begun.wait()
         for number, piece in _told(_stream(makers, reader), on_bytes):
             sinks[number].take(piece)
         return tuple(maker.sent(sink.finish()) for maker, sink in zip(makers, sinks, strict=True))
     finally:
-        for sink in sinks:
-            sink.give_up()
+        _give_up(sinks)
 
 
 def _told(stream: Iterable[tuple[int, memoryview]], on_bytes: OnBytes) -> Generator[tuple[int, memoryview], None, None]:
@@ -176,6 +181,8 @@ class _Sink:
         self._file = file
         self._queue: queue.Queue[memoryview | None] = queue.Queue(QUEUED)
         self._stopped = threading.Event()
+        self.begun = threading.Event()
+        """Its put has asked for the first piece: all do before any gets one, so that a publisher knows how many share."""
         self._result: StoredFile | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(publisher,), name="fusecheck-put", daemon=True)
@@ -199,25 +206,37 @@ class _Sink:
             raise self._error or SystemFailure("was not stored", file=self._file.path)
         return self._result
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """Let a put that is still running fail; nothing happens to one that has finished."""
         self._stopped.set()
-        self._thread.join()
+
+    def join(self, seconds: float) -> None:
+        """Wait for its end."""
+        self._thread.join(max(0.0, seconds))
 
     def _run(self, publisher: Publisher) -> None:
         try:
             self._result = publisher.put(self._file.path, self._blocks(), self._file.size)
         except BaseException as error:  # noqa: BLE001 - handed to the thread that feeds it
             self._error = error
+        finally:
+            self.begun.set()
 
     def _blocks(self) -> Iterator[memoryview]:
-        while True:
-            try:
+        self.begun.set()
+        while not self._stopped.is_set():
+            with suppress(queue.Empty):
                 piece = self._queue.get(timeout=_WAIT_SECONDS)
-            except queue.Empty:
-                if self._stopped.is_set():
-                    raise SystemFailure("was given up", file=self._file.path) from None
-                continue
-            if piece is None:
-                return
-            yield piece
+                if piece is None:
+                    return
+                yield piece
+        raise SystemFailure("was given up", file=self._file.path)
+
+
+def _give_up(sinks: Sequence[_Sink]) -> None:
+    """Stop every put that is still running, and wait, not for ever, for what each does to leave nothing behind."""
+    end = time.monotonic() + _GIVE_UP_SECONDS
+    for sink in sinks:
+        sink.stop()
+    for sink in sinks:
+        sink.join(end - time.monotonic())

@@ -7,10 +7,10 @@ to be looked at again afterwards.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 
 from fusecheck import digest
+from fusecheck.daemons import apart
 from fusecheck.errors import CheckpointError, UsageError
 from fusecheck.listing import survey_names
 from fusecheck.reader import Source, StoredFile
@@ -118,11 +118,8 @@ class StoredFiles:
         if name not in self._heads:
             at = self._expected.index(name)
             group = self._expected[at : at + HEADS_AT_ONCE]
-            pool = ThreadPoolExecutor(len(group))
-            try:
-                self._heads = dict(zip(group, pool.map(self._fetch_head, group), strict=True))
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # a signal must not wait for a slow store
+            coming = [apart(partial(self._fetch_head, each), "fusecheck-head") for each in group]
+            self._heads = {each: head.result() for each, head in zip(group, coming, strict=True)}
         return self._heads[name]
 
     def _fetch_head(self, name: str) -> bytes:

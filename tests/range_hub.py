@@ -42,12 +42,16 @@ class RangeIlls:
     """The store's ETag in place of the SHA-256; `{n}` is the number of the request."""
     xet: str | None = None
     """The hub's other name for a file's content."""
+    nameless: bool = False
+    """Neither the hub nor the store says which content it gives."""
     other_bytes: bool = False
     """The store holds another file of the same size, and says so in its ETag."""
     limited: int = 0
     """So many answers of the store are 429 with `retry_after`."""
     retry_after: str = "0"
     latency: float = 0
+    link: str | None = None
+    """Where every page of a listing says that the next one is; `{n}` is a number of its own."""
     redirect: str | None = None
     """Where the hub sends readers in place of the store."""
     hop: bool = False
@@ -59,6 +63,8 @@ class RangeHub(HubServer):
 
     def __init__(self) -> None:
         self.range_ills = RangeIlls()
+        self.renamed: dict[str, str] = {}
+        """Repositories by their old names, which the hub sends on."""
         self.uses: dict[str, int] = {}
         self.numbers = itertools.count(1)
         self.cuts, self.answers = itertools.count(1), itertools.count(1)
@@ -116,14 +122,20 @@ class _RangeHandler(_Handler):
             time.sleep(ills.latency)
         if ills.busy_every and next(self.hub.answers) % ills.busy_every == 0:
             self._answer(503)
-        else:
-            super().do_GET()
+            return
+        for old, new in self.hub.renamed.items():
+            if f"/{old}/" in self.path:
+                self._answer(307, b"", {"Location": self.path.replace(old, new)})
+                return
+        super().do_GET()
 
     do_HEAD = do_GET  # noqa: N815 - its name is the method's
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         """Small files of the hub itself are served by range too; a redirect may be bent."""
         headers = dict(headers or {})
+        if "/tree/" in self.path and self.hub.range_ills.link:
+            headers["Link"] = f'<{self.hub.range_ills.link.format(n=next(self.hub.numbers))}>; rel="next"'
         if self.host == "hub" and status == 302 and self.hub.range_ills.redirect:
             headers["Location"] = self.hub.range_ills.redirect
         if self.host == "hub" and status == 302 and self.hub.range_ills.xet:
@@ -133,6 +145,8 @@ class _RangeHandler(_Handler):
             start, last = int(span[1]), int(span[2])
             headers["Content-Range"] = f"bytes {start}-{last}/{len(body)}"
             status, body = 206, body[start : last + 1]
+        if self.hub.range_ills.nameless:
+            headers = {key: value for key, value in headers.items() if "etag" not in key.lower()}
         super()._answer(status, body, headers)
 
     def _from_store(self) -> None:

@@ -30,7 +30,10 @@ class Faults:
     """What the store does wrong, nothing at first."""
 
     ignore_if_none_match: bool = False
+    refuse_if_none_match: bool = False
+    """It answers 501, as S3 did for years."""
     ignore_if_match: bool = False
+    ignore_range: bool = False
     refuse_part: int = 0
     """The part of this number is refused with 403."""
     conflicts: int = 0
@@ -39,6 +42,8 @@ class Faults:
     """Each so-manieth body of an object ends in the middle, with the connection."""
     deny: bool = False
     """Everything is answered 403."""
+    silent: str = ""
+    """Requests whose path holds this are not answered before the server stops; `heard` is set by the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class S3Server:
         self._lock = threading.Lock()
         self._conditional = threading.RLock()
         self._bodies = 0
+        self.heard, self._stopping = threading.Event(), threading.Event()
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=_Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -86,6 +92,7 @@ class S3Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stopping.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -124,17 +131,24 @@ class S3Server:
         part = parse_qs(asked.query).get("partNumber", ["0"])[0]
         with self._lock:
             self.seen.append(asked)
+        if self.faults.silent and self.faults.silent in asked.path:
+            self.heard.set()
+            self._stopping.wait(60)
         if self.faults.deny or (self.faults.refuse_part and part == str(self.faults.refuse_part)):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>"]
-        if "HTTP_IF_NONE_MATCH" in environ and self.faults.conflicts:
-            self.faults.conflicts -= 1
+        if "HTTP_IF_NONE_MATCH" in environ and (self.faults.conflicts or self.faults.refuse_if_none_match):
+            known = not self.faults.refuse_if_none_match
+            self.faults.conflicts -= known
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("409 Conflict", [("Content-Type", "application/xml")])
-            return [b"<?xml version='1.0'?><Error><Code>ConditionalRequestConflict</Code></Error>"]
+            start_response("409 Conflict" if known else "501 Unknown", [("Content-Type", "application/xml")])
+            code = b"ConditionalRequestConflict" if known else b"NotImplemented"
+            return [b"<?xml version='1.0'?><Error><Code>%s</Code></Error>" % code]
         if self.faults.ignore_if_none_match:
             environ.pop("HTTP_IF_NONE_MATCH", None)
+        if self.faults.ignore_range:
+            environ.pop("HTTP_RANGE", None)
         if self.faults.ignore_if_match:
             environ.pop("HTTP_IF_MATCH", None)
         if "HTTP_IF_NONE_MATCH" in environ:

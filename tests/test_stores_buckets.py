@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
 
+import obstore
 import pytest
+from az_server import CONTAINER, AzServer
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemorySource
 from s3_server import BUCKET, Faults, S3Server
 
+from fusecheck import gather
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
+from fusecheck.lanes import Lane, send
+from fusecheck.plan import Block, PlannedFile
 from fusecheck.reader import Source, StoredFile
-from fusecheck.stores import Target, Windows, open_publisher, open_source
+from fusecheck.stores import Target, Windows, bucket, bucket_publisher, open_publisher, open_source
 from fusecheck.stores.bucket import failure
 from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size
+from fusecheck.stores.bucket_source import BucketSource
+from fusecheck.stores.patience import Patience, Pause
 
 pytestmark = pytest.mark.filterwarnings("default:::moto", "default:::botocore", "default:::flask")
 
@@ -88,6 +99,13 @@ def test_a_prefix_reads_as_what_lies_there(s3: S3Server, cut_every: int) -> None
     assert {"if-match"} <= set.intersection(*(set(seen.headers) for seen in s3.asked("GET", "/models/")))
 
 
+def test_a_store_that_ignores_ranges_is_refused(s3: S3Server) -> None:
+    source = open_source(WHERE)
+    s3.faults.ignore_range = True
+    with pytest.raises(SystemFailure, match="the store ignores ranges"):
+        read(source, "model.safetensors", 1, 10)
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_an_object_that_is_replaced_is_an_error_never_a_mix(s3: S3Server, ignored: bool) -> None:  # noqa: FBT001
     s3.faults.ignore_if_match = ignored
@@ -116,10 +134,57 @@ def test_a_console_s_folders_are_no_files(s3: S3Server) -> None:
     for key in ("", "1_Pooling/", "empty-folder/"):
         s3.put(f"models/tiny/{key}", b"")
     s3.put("models/tiny/empty", b"")
-    assert list(open_source(WHERE).files()) == sorted([*FILES, "empty"])
+    s3.put("models/tiny/config.json/", b"")
+    source = open_source(WHERE)
+    assert list(source.files()) == sorted([*FILES, "empty"])
+    assert read(source, "config.json") == FILES["config.json"], "a marker is not the file of its name"
     s3.put("models/tiny/a//b", b"")
     with pytest.raises(UsageError, match="no path"):
         open_source(WHERE)
+
+
+def test_a_prefix_may_hold_any_letters_and_many_pages(s3: S3Server) -> None:
+    prefix = "a b%2f#+ü/&=?"
+    target = open_publisher(f"s3://{BUCKET}/{prefix}")
+    target.check()
+    target.put("a+b c%41.txt", blocks(b"abc"), 3)
+    for number in range(1001):
+        s3.put(f"{prefix}/x/{number:04}", b"x")
+    files = open_source(f"s3://{BUCKET}/{prefix}").files()
+    assert list(files) == ["a+b c%41.txt", *(f"x/{number:04}" for number in range(1001))]
+    assert target.list() == files
+    assert target.read("a+b c%41.txt") == b"abc"
+
+
+def test_azure_s_listing_names_contents_as_its_answers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with AzServer() as az:
+        for name, value in az.environment.items():
+            monkeypatch.setenv(name, value)
+        target = open_publisher(f"az://{CONTAINER}/deep/out")
+        target.check()
+        data = {"a": b"0123", "b": bytes(9 * MIB)}
+        put = {name: target.put(name, blocks(text), len(text)) for name, text in data.items()}
+        assert target.list() == put == {name: target.have(name) for name in put}
+        source = open_source(f"az://{CONTAINER}/deep/out")
+        assert {name: source.files()[name] for name in put} == put
+        assert read(source, "a", 1, 2) == b"12"
+        az.blobs["deep/out/a"] = b"3210"
+        with pytest.raises(SystemFailure, match="changed while it was read"):
+            read(source, "a", 1, 2)
+        assert [target.commit(b"{}"), target.commit(b"{}")] == [True, False]
+
+
+@pytest.mark.parametrize("drip", [0, 1])
+def test_bodies_that_end_early_again_and_again_have_an_end(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, drip: int
+) -> None:
+    source = open_source(WHERE)
+    monkeypatch.setattr(source, "_pause", Pause(Patience(first=0.001)))
+    monkeypatch.setattr(BucketSource, "_drain", lambda *_: (drip, None))
+    s3.seen.clear()
+    with pytest.raises(SystemFailure, match="ends early"):
+        read(source, "model.safetensors")
+    assert len(s3.seen) == Patience().tries
 
 
 def test_a_pass_over_a_bucket_in_windows(s3: S3Server) -> None:
@@ -182,6 +247,52 @@ def test_a_large_object_goes_in_parts(s3: S3Server, target: Target) -> None:
     assert s3.open_multiparts() == 0
 
 
+def ranks(count: int, size: int) -> tuple[Lane, MemorySource]:
+    """A matrix cut into as many files by columns, and where it lies."""
+    rows = [(Block("in", rank, size, 1, count),) for rank in range(count)]
+    lane = tuple(PlannedFile(f"rank-{rank}", b"head", (strip,)) for rank, strip in enumerate(rows))
+    return lane, MemorySource({"in": random.Random(4).randbytes(count * size)})  # noqa: S311
+
+
+def test_a_lane_may_have_any_number_of_files(s3: S3Server, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "BLOCK_BYTES", 512)
+    lane, source = ranks(20, 2000)
+    send(lane, source, target, lambda _: None)
+    made = [s3.objects()[f"out/{file.path}"].removeprefix(b"head") for file in lane]
+    assert bytes(chain.from_iterable(zip(*made, strict=True))) == source.contents["in"]
+
+
+def test_files_that_are_written_together_share_the_memory_of_one(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    class Counted:
+        def put(self, store: object, key: str, blocks: Iterator[bytes], **settings: int) -> None:
+            held.append(settings["chunk_size"] * settings["max_concurrency"])
+            put(store, key, b"".join(blocks))  # type: ignore[arg-type]
+
+    put, head = obstore.put, obstore.head
+    monkeypatch.setitem(sys.modules, "obstore", Counted())
+    monkeypatch.setattr(Counted, "head", staticmethod(head), raising=False)
+    monkeypatch.setattr(gather, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(bucket_publisher, "part_size", lambda size: size // 2)
+    monkeypatch.setattr(bucket_publisher, "_HELD", 20_000)
+    lane, source = ranks(4, 2000)
+    send(lane, source, target, lambda _: None)
+    assert len(held) == len(lane)
+    assert sum(held) <= 20_000
+
+
+def test_closing_a_target_ends_who_waits(s3: S3Server) -> None:
+    target = open_publisher(f"s3://{BUCKET}/out")
+    s3.faults.silent = "/out/"
+    threading.Timer(0.1, target.close).start()
+    with pytest.raises(SystemFailure, match="was closed"):
+        target.have("a")
+    s3.faults.silent = ""
+
+
 class Signalled(BaseException):
     """As a signal handler raises."""
 
@@ -217,10 +328,17 @@ def test_a_refused_part_aborts_the_rest(s3: S3Server, target: Target) -> None:
     assert target.have("model.safetensors") is None
 
 
-def test_a_store_that_ignores_if_none_match_is_found(s3: S3Server, target: Target) -> None:
+@pytest.mark.parametrize(
+    "faults", [Faults(ignore_if_none_match=True), Faults(refuse_if_none_match=True)], ids=["ignored", "refused"]
+)
+def test_a_store_without_if_none_match_is_found(
+    s3: S3Server, target: Target, monkeypatch: pytest.MonkeyPatch, faults: Faults
+) -> None:
+    monkeypatch.setattr(bucket, "RETRIES", 0)
     target.check()
     assert target.list() == {}
-    s3.faults = Faults(ignore_if_none_match=True)
+    s3.faults = replace(faults)
+    target = open_publisher(f"s3://{BUCKET}/out")
     for verb in (target.check, lambda: open_publisher(f"s3://{BUCKET}/out").commit(b"{}")):
         with pytest.raises(SystemFailure, match="If-None-Match"):
             verb()
@@ -246,6 +364,15 @@ def test_versions_are_held_to(s3: S3Server) -> None:
     first = target.put("a", blocks(b"one"), 3)
     assert first.identity["version"]
     assert target.put("a", blocks(b"two"), 3) != first
+
+
+@pytest.mark.parametrize("endpoint", ["", "ht!tp://x:secret@y"])
+def test_a_panic_of_the_library_is_a_failure(s3: S3Server, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    del s3
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(SystemFailure, match="check the endpoint") as caught:
+        open_source(WHERE)
+    assert "secret" not in str(caught.value)
 
 
 class GenericError(Exception):

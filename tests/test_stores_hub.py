@@ -12,13 +12,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hub_server import LARGE
+from hub_server import LARGE, Ills
 from huggingface_hub import constants
 from range_hub import RangeHub, RangeIlls
 
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import StoredFile
-from fusecheck.stores import Windows, hosts, open_source
+from fusecheck.stores import Windows, hosts, hub_tree, open_source
 from fusecheck.stores.address import parse
 from fusecheck.stores.hub_source import HubSource
 from fusecheck.stores.patience import Patience
@@ -113,10 +113,20 @@ def test_one_question_for_the_commit_one_listing_one_place_per_file(hub: RangeHu
     assert sum("/revision/" in path for path in paths) == 1
     assert sum("/tree/" in path for path in paths) == 2  # two pages of four
     kept = [name for name, data in FILES.items() if len(data) < LARGE]
-    assert source.resolves == len(FILES)
+    assert source.resolves == len(FILES) - len(kept)
     assert [hub.resolved(SHARD), hub.resolved(SHARD.replace("1-", "2-"))] == [1, 1]
-    assert all(hub.resolved(name) > 1 for name in kept)  # the hub serves them itself
+    before = source.requests
+    for name in kept:
+        read(source, name)
+    assert source.requests - before == len(kept), "the hub serves them itself"
     assert source.requests == len(hub.seen)
+
+
+def test_a_repository_that_was_renamed_is_found(hub: RangeHub) -> None:
+    hub.renamed["old/name"] = REPO
+    source = HubSource(parse("hf://old/name"), patience=QUICK)
+    check_ranges(source, 1)
+    check_token(hub)
 
 
 def test_a_signed_url_is_renewed_once_for_all_threads(hub: RangeHub) -> None:
@@ -212,15 +222,60 @@ def test_a_store_that_names_the_content_as_the_hub_s_newer_one_does(hub: RangeHu
         read(opened(), SHARD)
 
 
-def test_a_wait_that_the_store_asks_for_is_kept_by_all_and_has_an_end(hub: RangeHub) -> None:
-    source = opened()
+def test_a_wait_that_the_store_asks_for_is_kept_by_all(hub: RangeHub) -> None:
+    source = opened(patience=replace(QUICK, told=2))
     read(source, SHARD, 0, 1)
     hub.ranges.clear()
     start = time.monotonic()
-    with hub.range_ill(RangeIlls(limited=1, retry_after="3600")), ThreadPoolExecutor(4) as pool:
+    with hub.range_ill(RangeIlls(limited=1, retry_after="1")), ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda at: read(source, SHARD, at, 9), range(4))) == [BIG[at : at + 9] for at in range(4)]
-    assert QUICK.told <= time.monotonic() - start < 10
+    assert time.monotonic() - start >= 1
     assert len(hub.ranges) == 5
+
+
+def test_a_wait_without_end_is_a_failure_at_once(hub: RangeHub) -> None:
+    source = opened()
+    read(source, SHARD, 0, 1)
+    hub.ranges.clear()
+    with hub.range_ill(RangeIlls(limited=1, retry_after="3600")), pytest.raises(SystemFailure, match="found 3600 s"):
+        read(source, SHARD)
+    assert len(hub.ranges) == 1, "whoever is told to wait does not ask before"
+
+
+def test_a_store_that_drips_is_given_up(hub: RangeHub) -> None:
+    source = opened(patience=replace(QUICK, tries=3, stall=0.1))
+    read(source, SHARD, 0, 1)
+    hub.ranges.clear()
+    with hub.ill(Ills(bytes_per_second=20)), pytest.raises(SystemFailure, match="sends next to nothing"):
+        read(source, SHARD)
+    assert len(hub.ranges) == 3
+
+
+def test_content_that_nobody_names_is_not_taken(hub: RangeHub) -> None:
+    with hub.range_ill(RangeIlls(nameless=True)):
+        source = opened()
+        for file in (SHARD, "config.json"):
+            with pytest.raises(SystemFailure, match="does not say which content"):
+                read(source, file)
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("https://evil.example/x", "leads elsewhere"),
+        ("//evil.example/x", "leads elsewhere"),
+        ("?cursor=9", "leads elsewhere"),
+        ("https://[x", "no URL"),
+        ("?cursor=9&n={n}", "has no end"),
+    ],
+)
+def test_a_listing_stays_with_the_hub_and_has_an_end(
+    hub: RangeHub, monkeypatch: pytest.MonkeyPatch, link: str, words: str
+) -> None:
+    monkeypatch.setattr(hub_tree, "MAX_PAGES", 5)
+    with hub.range_ill(RangeIlls(link=link)), pytest.raises(SystemFailure, match=words):
+        opened()
+    assert len(hub.seen) <= 6
 
 
 def test_a_branch_that_moves_is_not_followed(hub: RangeHub) -> None:
@@ -259,10 +314,14 @@ def test_gated_unknown_and_private(hub: RangeHub) -> None:
 
 def test_a_redirect_may_not_lead_inward_nor_to_plain_http(hub: RangeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     source = opened()
+    nowhere = "https://\u3002?Signature=1".encode().decode("latin-1")  # the client is stricter than urllib
+    with hub.range_ill(RangeIlls(redirect=nowhere)), pytest.raises(SystemFailure, match="InvalidURL"):
+        read(opened(), SHARD)
     for target, words in (
         ("http://10.0.0.1/x?Signature=1", "plain http"),
         ("ftp://example.org/x", "no URL"),
         ("https:///x", "no URL"),
+        ("https://[x?Signature=1", "no URL"),
     ):
         with hub.range_ill(RangeIlls(redirect=target)), pytest.raises(SystemFailure, match=words) as caught:
             read(source, SHARD)
@@ -274,6 +333,16 @@ def test_a_redirect_may_not_lead_inward_nor_to_plain_http(hub: RangeHub, monkeyp
         ills = RangeIlls(redirect=f"https://{host}/x?Signature=1")
         with hub.range_ill(ills), pytest.raises(SystemFailure, match="private address"):
             read(source, SHARD)
+
+
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(
+    hub: RangeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", f"{TOKEN}\xe9")
+    with pytest.raises(UsageError, match="check HF_TOKEN") as caught:
+        opened()
+    assert TOKEN not in str(caught.value)
+    assert not hub.seen
 
 
 def test_offline_and_unreachable(hub: RangeHub, monkeypatch: pytest.MonkeyPatch) -> None:

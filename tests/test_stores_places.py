@@ -34,11 +34,40 @@ def test_what_an_address_is(url: str, address: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["hf://", "hf://a", "hf://a/b/c", "hf://a/b@", "hf://a/b@x y", "s3://", "http://a/b", "s3://bucket/a/../b"]
+    "url",
+    [
+        "hf://",
+        "hf://a",
+        "hf://a/b/c",
+        "hf://a/b@",
+        "hf://a/b@..",
+        "hf://a/b@x y",
+        "s3://",
+        "http://a/b",
+        "s3://bucket/a/../b",
+        "s3://bucket//a",
+        "s3://bucket/a//",
+    ],
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(UsageError):
         parse(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/x",
+        "az://container/x?sv=1&sig=secret",
+        "hf://user:secret@owner/name",
+        "hf://secret@owner/name",
+        "gs://a/?x=secret",
+    ],
+)
+def test_a_credential_in_an_address_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(url)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +77,8 @@ def test_what_is_no_address(url: str) -> None:
         ({"retry-after": "7"}, 7),
         ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0),
         ({"retry-after": "soon"}, None),
+        ({"retry-after": "\xb2"}, None),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:00 +99999999999999"}, None),
         ({"ratelimit": '"resolvers";r=0;t=42'}, 42),
     ],
 )
@@ -60,6 +91,26 @@ def test_plain_http_is_for_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(constants, "ENDPOINT", "http://hub.example")
     with pytest.raises(UsageError, match="plain http"):
         open_source("hf://a/b")
+
+
+@pytest.mark.parametrize(
+    ("place", "variable"),
+    [
+        ("s3", "AWS_endpoint"),
+        ("gs", "GOOGLE_BASE_URL"),
+        ("az", "AZURE_STORAGE_ENDPOINT"),
+        ("az", "AZURITE_BLOB_STORAGE_URL"),
+    ],
+)
+def test_plain_http_to_a_bucket_is_for_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch, place: str, variable: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+    monkeypatch.setenv(variable, "http://store.example:9000/?sig=S")
+    with pytest.raises(UsageError, match=f"{variable}: is plain http to another machine") as caught:
+        open_source(f"{place}://bucket/x")
+    assert "store.example" not in str(caught.value)
 
 
 def test_hosts_by_what_they_are() -> None:

@@ -11,6 +11,12 @@ from pathlib import Path
 
 import pytest
 from checkpoints import Spec, write_checkpoint
+from memory_store import folder_files
+from s3_server import BUCKET, S3Server
+
+import fusecheck
+
+pytestmark = pytest.mark.filterwarnings("default:::moto", "default:::botocore", "default:::flask")
 
 VERBS = {
     "inspect": ["inspect", "s3://bucket/model"],
@@ -41,3 +47,31 @@ def test_a_signal_does_not_wait_for_a_silent_store(tmp_path: Path, verb: str) ->
             assert process.stderr is not None
             assert b"stopped by signal 15" in process.stderr.read()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("silent", "words"),
+    [
+        ("/in/model-00001", "inspect {source}"),
+        ("/out/.fusecheck/0", "finalize {plan}"),
+        ("/out/model-rank-1", "fuse {source} {out}-ranks --target vllm-sharded --tp 2"),
+    ],
+)
+def test_a_store_may_fall_silent_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str, words: str
+) -> None:
+    write_checkpoint(tmp_path / "in", Spec(files=3))
+    places = {"source": f"s3://{BUCKET}/in", "out": f"s3://{BUCKET}/out", "plan": str(tmp_path / "plan.json")}
+    with S3Server() as s3:
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+        for name, data in folder_files(tmp_path / "in").items():
+            s3.put(f"in/{name}", data)
+        Path(places["plan"]).write_text(fusecheck.make_plan(places["source"], places["out"]).text)
+        fusecheck.run_part(places["plan"])
+        s3.faults.silent = silent.replace("/out/", "/out-ranks/") if "ranks" in words else silent
+        command = [sys.executable, "-m", "fusecheck", *(word.format(**places) for word in words.split())]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            assert s3.heard.wait(60)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 128 + signal.SIGTERM

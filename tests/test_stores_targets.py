@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -157,6 +158,55 @@ def test_what_dead_runs_left_goes_and_what_lives_stays(tmp_path: Path) -> None:
         assert list(target.list()) == ["a"]
     target.commit(b"{}")
     assert list((out / ".fusecheck").iterdir()) == []
+
+
+def test_a_file_system_without_hard_links_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(_: Path, __: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    out = str(tmp_path / "out")
+    for verb in (open_publisher(out).check, lambda: open_publisher(out).commit(b"{}")):
+        with pytest.raises(SystemFailure, match=r"no hard links.*--allow-unconditional"):
+            verb()
+    assert open_publisher(out).list() == {}
+    allowed = open_publisher(out, allow_unconditional=True)
+    allowed.check()
+    assert [allowed.commit(b"{}"), allowed.commit(b"{}")] == [True, False]
+    with pytest.raises(UsageError, match="another committed result"):
+        allowed.commit(b"[]")
+    assert list(allowed.list()) == ["fusecheck.json"]
+    assert list((tmp_path / "out" / ".fusecheck").iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_disk_that_fails_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = open_publisher(str(tmp_path / "out"))
+    target.put("a", blocks(b"old"), 3)
+    owner, name = (Path, call) if call == "replace" else (os, call)
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(SystemFailure, match="/out/a: cannot write: No space left"):
+        target.put("a", blocks(b"new"), 3)
+    monkeypatch.undo()
+    assert target.read("a") == b"old"
+    assert list((tmp_path / "out").rglob("tmp-*")) == []
+
+
+def test_a_disk_may_take_less_than_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, bytes(data)[:3]))
+    target = open_publisher(str(tmp_path / "out"))
+    target.put("a", blocks(b"0123456789", b"abcd"), 14)
+    target.commit(b'{"long": "enough"}')
+    assert target.read("a") == b"0123456789abcd"
+    assert target.read("fusecheck.json") == b'{"long": "enough"}'
 
 
 def test_a_folder_that_changes_is_an_error(tmp_path: Path) -> None:

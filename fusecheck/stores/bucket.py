@@ -20,17 +20,26 @@ if TYPE_CHECKING:
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_BASE_URL", "GOOGLE_ENDPOINT"),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
 }
-"""Where the environment may name another server than the provider's."""
+"""Where the environment may name another server than the provider's, in any case of letters."""
+RETRIES = 8
+"""Of one request, by obstore."""
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
 _CAUSE = re.compile(r"connection (?:refused|reset|closed)|timed out|dns error|certificate|broken pipe", re.IGNORECASE)
-_NO_CREDENTIALS = re.compile(r"credential|Missing \w*Key", re.IGNORECASE)
 _CREDENTIALS = "set those of the provider, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_WORDS = (
+    (re.compile(r"^PanicException"), "the library gives up on what is set", "check the endpoint and the region"),
+    (re.compile(r"credential|Missing \w*Key", re.IGNORECASE), "no credentials in the environment", _CREDENTIALS),
+    (re.compile("non-partial response"), "the store ignores ranges", "check the endpoint, and proxies on the way"),
+    (re.compile("incorrectly configured region"), "the bucket is in another region", "set AWS_REGION"),
+)
+"""What the library's errors of its own begin with or hold, what that means, what to do."""
 _METADATA = ("://169.254.169.254/", "://metadata.google.internal/", "://metadata/")
 """Where credentials are looked for last, on the provider's own machines."""
 _PLACES = re.compile(r"https?://\S*|(?<=path )\S*|(?<=location )\S*")
+_PANIC = "PanicException"
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "InvalidBucketName"})
 
 
@@ -52,7 +61,7 @@ def connect(address: Address, *, silent: timedelta = timedelta(seconds=60)) -> O
         "timeout": timedelta(minutes=10),
         "user_agent": "fusecheck",
     }
-    retry: RetryConfig = {"max_retries": 8, "retry_timeout": timedelta(minutes=2)}
+    retry: RetryConfig = {"max_retries": RETRIES, "retry_timeout": timedelta(minutes=2)}
     prefix = address.prefix or None
     with told(str(address), "open"):
         if address.kind == "s3":
@@ -65,9 +74,9 @@ def connect(address: Address, *, silent: timedelta = timedelta(seconds=60)) -> O
 def _plain_http(kind: str) -> bool:
     """Whether the environment names a server on loopback without TLS; UsageError for one that is elsewhere."""
     plain = False
-    for variable in _ENDPOINTS[kind]:
-        url = urlsplit(os.environ.get(variable, ""))
-        if url.scheme.lower() == "http":
+    for variable, value in os.environ.items():
+        url = urlsplit(value) if variable.upper() in _ENDPOINTS[kind] else None
+        if url is not None and url.scheme.lower() == "http":
             if not is_loopback(url.hostname or ""):
                 raise UsageError("is plain http to another machine", file=variable, remedy="use https")
             plain = True
@@ -76,16 +85,18 @@ def _plain_http(kind: str) -> bool:
 
 @contextmanager
 def told(file: str, doing: str) -> Iterator[None]:
-    """Whatever obstore raises, in our words."""
+    """Whatever obstore raises, in our words; its Rust's panics, which are no Exceptions, too."""
     try:
         yield
     except FusecheckError:
         raise
-    except Exception as error:  # noqa: BLE001 - obstore, its Rust, the network: what they raise is not ours to list
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
         raise failure(error, file, doing) from None
 
 
-def failure(error: Exception, file: str, doing: str) -> FusecheckError:
+def failure(error: BaseException, file: str, doing: str) -> FusecheckError:
     """Our words, and of the library's the status and the store's own code: the rest holds URLs."""
     text = str(error)
     code, status = _CODE.search(text), _STATUS.search(text)
@@ -99,15 +110,20 @@ def failure(error: Exception, file: str, doing: str) -> FusecheckError:
     return SystemFailure(f"cannot {doing}: {what}", file=file, found=code and code[1], remedy=remedy)
 
 
+def is_unknown_to_store(error: Exception) -> bool:
+    """Whether a store says that it does not know what a request demands, as S3 did of If-None-Match until 2024."""
+    status = _STATUS.search(str(error))
+    return isinstance(error, NotImplementedError) or (status is not None and status[1] == "501")
+
+
 def _cause(kind: str, text: str, status: str | None) -> tuple[str, str]:
     """(what happened, what to do) by the library's error without its places."""
     if kind in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"}:
         return "access denied", "check the credentials that the environment gives, and what they allow"
     if status is not None:
         return f"the store answered {status}", "run again later"
-    if _NO_CREDENTIALS.search(text):
-        return "no credentials in the environment", _CREDENTIALS
-    if "incorrectly configured region" in text:
-        return "the bucket is in another region", "set AWS_REGION"
+    for pattern, what, remedy in _WORDS:
+        if pattern.search(f"{kind}: {text}"):
+            return what, remedy
     known = _CAUSE.search(text)
     return known[0].lower() if known else kind, "check the network, and run again"

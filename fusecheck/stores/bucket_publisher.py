@@ -7,18 +7,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from fusecheck.daemons import apart
 from fusecheck.errors import FusecheckError, SystemFailure
 from fusecheck.reader import StoredFile
 from fusecheck.sidefiles import MANIFEST
 from fusecheck.stores.address import Address, is_name
-from fusecheck.stores.bucket import connect, told
+from fusecheck.stores.bucket import connect, is_unknown_to_store, told
 from fusecheck.stores.bucket_source import list_bucket, stored_object
-from fusecheck.stores.daemons import Daemons
 from fusecheck.stores.folder_publisher import OWN, taken
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ MAX_PARTS = 10_000
 _PROBE = f"{OWN}/probe-"
 _CONFLICTS = 5
 """Commits that are refused although nothing is there, one after the other."""
-_ABORT_SECONDS = 30
+_ABORT_SECONDS = 20
 """How long the abort of a multipart is waited for: a store that is silent has the process no longer."""
 _JOINED = timedelta(minutes=5)
 """How long a store may be silent: before it answers it takes a part in, or joins the parts of a large object."""
 _HELD = 64 * MIB
-"""Bytes of parts in flight, or one part where that is more."""
+"""Bytes of parts in flight, of all objects that are written together; one part of each where that is more."""
 
 
 class BucketPublisher:
@@ -48,7 +49,9 @@ class BucketPublisher:
         self._store = connect(address, silent=_JOINED)
         self._allow_unconditional = allow_unconditional
         self._conditional: bool | None = None
-        self._threads = Daemons(16, "fusecheck-put")
+        self._puts = 0
+        self._lock = threading.Lock()
+        self._closed: Future[None] = Future()
 
     def check(self) -> None:
         """Create one object twice: a store that lets the second overwrite could lose a commit. SystemFailure."""
@@ -60,7 +63,7 @@ class BucketPublisher:
             raise SystemFailure("a new object is said to exist", file=self._where, found=name)
         if not self._conditional and not self._allow_unconditional:
             raise SystemFailure(
-                "the store ignores If-None-Match, so that two runs could overwrite each other's commit",
+                "the store knows no If-None-Match, so that two runs could overwrite each other's commit",
                 file=self._where,
                 remedy="give --allow-unconditional if no other run writes there",
             )
@@ -84,7 +87,11 @@ class BucketPublisher:
         key = self._key(name)
         part = part_size(size)
         feed = _Feed(blocks, name, size)
-        feed.run(self._threads.submit(lambda: self._upload(key, feed, size, part)))
+        self._count(1)
+        try:
+            feed.run(apart(lambda: self._upload(key, feed, size, part), "fusecheck-put"))
+        finally:
+            self._count(-1)
         found = self.have(name)
         if found is None or found.size != size:
             raise SystemFailure("was not stored whole", file=name, found=found and found.size, wanted=size)
@@ -130,8 +137,14 @@ class BucketPublisher:
                 return
 
     def close(self) -> None:
-        """Let the threads go once what they do has ended."""
-        self._threads.close()
+        """End every wait: what a silent store still owes holds nobody."""
+        with self._lock:
+            if not self._closed.done():
+                self._closed.set_result(None)
+
+    def _count(self, puts: int) -> None:
+        with self._lock:
+            self._puts += puts
 
     def _key(self, name: str) -> str:
         if not is_name(name):
@@ -139,20 +152,26 @@ class BucketPublisher:
         return name
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Wait for a thread, which a signal interrupts; obstore itself would not be."""
-        return self._threads.submit(work).result()
+        """Wait for a thread, which a signal and `close` interrupt; obstore itself would not be."""
+        future = apart(work, "fusecheck-ask")
+        wait(cast("list[Future[object]]", [future, self._closed]), return_when=FIRST_COMPLETED)
+        if not future.done():
+            raise SystemFailure("the target was closed", file=self._where)
+        return future.result()
 
     def _create(self, name: str, data: bytes) -> bool:
         """Put if absent; False where something stands, True where the store wrote, conditionally or not."""
         import obstore  # noqa: PLC0415 - an extra
-        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError  # noqa: PLC0415
+        from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: PLC0415
 
         with told(f"{self._where}/{name}", "write"):
             try:
                 self._call(lambda: obstore.put(self._store, self._key(name), data, mode="create"))
             except (AlreadyExistsError, PreconditionError):
                 return False
-            except (NotSupportedError, NotImplementedError):
+            except Exception as error:
+                if not is_unknown_to_store(error):
+                    raise
                 self._call(lambda: self._single(name, data))
         return True
 
@@ -168,9 +187,11 @@ class BucketPublisher:
         if size <= part:  # one request, and an ETag that is the MD5
             self._single(key, b"".join(feed))
             return
-        at_once = max(1, min(8, _HELD // part))
+        blocks = iter(feed)
+        blocks = chain([next(blocks)], blocks)  # now all that write together have begun
+        at_once = max(1, min(8, _HELD // (part * self._puts)))
         with told(f"{self._where}/{key}", "write"):
-            obstore.put(self._store, key, iter(feed), use_multipart=True, chunk_size=part, max_concurrency=at_once)
+            obstore.put(self._store, key, blocks, use_multipart=True, chunk_size=part, max_concurrency=at_once)
 
 
 def part_size(size: int) -> int:

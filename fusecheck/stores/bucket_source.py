@@ -6,12 +6,13 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from fusecheck.daemons import aside
 from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.reader import StoredFile
 from fusecheck.stores.address import Address
 from fusecheck.stores.bucket import connect, failure, told
-from fusecheck.stores.daemons import aside
 from fusecheck.stores.frozen import agreed, changed, stored
+from fusecheck.stores.patience import Attempts, Patience, Pause
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 """Bytes that obstore hands over at a time."""
-_TRIES = 5
-"""Bodies that may end early one after the other without a single byte more."""
 
 
 class BucketSource:
@@ -31,7 +30,7 @@ class BucketSource:
         self.retries = 0
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._pause = Pause(Patience())
         self._store = connect(address)
         self._files = agreed(aside(lambda: list_bucket(self._store, str(address))), frozen)
         if not self._files:
@@ -53,36 +52,31 @@ class BucketSource:
 
     def _read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         known = stored(self._files, file, offset, len(buffer))
-        done = failed = 0
+        done, attempts = 0, Attempts(self._pause)
         while done < len(buffer):
             result = self._get(file, known, offset + done, offset + len(buffer))
             got, error = self._drain(result, buffer[done:])
-            failed = failed + 1 if not got else 0
+            attempts.came(got, len(buffer) - done)
             done += got
             with self._lock:
                 self.bytes_read += got
                 self.retries += done < len(buffer)
-            if done < len(buffer) and failed == _TRIES:
-                raise failure(error, file, "read") if error else SystemFailure("ends early each time", file=file)
+            if done < len(buffer):
+                early = failure(error, file, "read") if error else SystemFailure("ends early each time", file=file)
+                attempts.failed(early, at_once=True)
 
     def close(self) -> None:
         """End every read; obstore closes its connections with the last use."""
-        self._closed.set()
-
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise SystemFailure("the source was closed while it was read")
+        self._pause.close()
 
     def _get(self, file: str, known: StoredFile, start: int, stop: int) -> GetResult:
         import obstore  # noqa: PLC0415 - an extra
         from obstore.exceptions import PreconditionError  # noqa: PLC0415
 
-        options: GetOptions = {"range": (start, stop)}
-        if "etag" in known.identity:
-            options["if_match"] = known.identity["etag"]
+        options: GetOptions = {"range": (start, stop), "if_match": known.identity["etag"]}
         if "version" in known.identity:
             options["version"] = known.identity["version"]
-        self._check_open()
+        self._pause.check_open()
         with self._lock:
             self.requests += 1
         with told(file, "read"):
@@ -90,8 +84,8 @@ class BucketSource:
                 result = obstore.get(self._store, file, options=options)
             except (PreconditionError, FileNotFoundError):
                 raise changed(file) from None
-        meta = result.meta  # some servers do not know If-Match
-        if meta["size"] != known.size or (meta["e_tag"] or "") != known.identity.get("etag", meta["e_tag"] or ""):
+        here = stored_object(result.meta)  # some servers do not know If-Match
+        if (here.size, here.identity.get("etag")) != (known.size, known.identity.get("etag")):
             raise changed(file)
         if result.range != (start, stop):
             raise SystemFailure("the store gives other bytes than asked for", file=file, found=result.range)
@@ -102,7 +96,7 @@ class BucketSource:
         done = 0
         try:
             for chunk in result.stream(min_chunk_size=_CHUNK):
-                self._check_open()
+                self._pause.check_open()
                 part = memoryview(chunk)[: len(buffer) - done]
                 buffer[done : done + len(part)] = part
                 done += len(part)
@@ -120,7 +114,10 @@ def list_bucket(store: ObjectStore, where: str) -> dict[str, StoredFile]:
 
     with told(where, "list"):
         try:
-            found = {meta["path"]: meta for page in obstore.list(store, chunk_size=1000) for meta in page}
+            found: dict[str, ObjectMeta] = {}
+            for meta in (meta for page in obstore.list(store, chunk_size=1000) for meta in page):
+                if meta["size"] or meta["path"] not in found:  # a marker is cut to the name of a file beside it
+                    found[meta["path"]] = meta
         except InvalidPathError:
             raise UsageError("holds a key that is no path", file=where, remedy="remove it, such as a//b") from None
         names = sorted(name for name, meta in found.items() if name and (meta["size"] or not _is_marker(store, name)))
@@ -139,6 +136,11 @@ def _is_marker(store: ObjectStore, name: str) -> bool:
 
 
 def stored_object(meta: ObjectMeta) -> StoredFile:
-    """Size, ETag and version (S3 lists none; "null" is what it says where there are none)."""
-    identity = {"etag": meta["e_tag"], "version": meta["version"] if meta["version"] != "null" else None}
+    """Size, ETag and version (S3 lists none; "null" is what it says where there are none).
+
+    Azure lists ETags without the quotes that its other answers have, and that If-Match needs.
+    """
+    tag = meta["e_tag"]
+    quoted = tag if not tag or tag.endswith('"') else f'"{tag}"'
+    identity = {"etag": quoted, "version": meta["version"] if meta["version"] != "null" else None}
     return StoredFile(meta["size"], {key: value for key, value in identity.items() if value})

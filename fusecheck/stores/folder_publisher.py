@@ -6,6 +6,7 @@ Several nodes write into one folder at once, so that unlike `fuse` it is not exc
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -23,6 +24,8 @@ from fusecheck.target import failure
 
 OWN = ".fusecheck"
 """The folder below a target that is ours."""
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+"""What file systems without hard links say: object stores that are mounted, FAT, some shares."""
 TEMPORARY = "tmp-"
 """How the names of temporaries in it begin."""
 
@@ -30,16 +33,19 @@ TEMPORARY = "tmp-"
 class FolderPublisher:
     """Writes below one folder, which is made with the first file. Safe from several threads, processes and nodes."""
 
-    def __init__(self, root: Path, *, plan_digest: str = "") -> None:
+    def __init__(self, root: Path, *, plan_digest: str = "", allow_unconditional: bool = False) -> None:
         self._root = root
+        self._allow_unconditional = allow_unconditional
         self._plan = hashlib.blake2b(plan_digest.encode(), digest_size=4).hexdigest()
         if os.path.lexists(root) and not root.is_dir():
             raise UsageError("is no folder", file=str(root))
 
     def check(self) -> None:
-        """Write and remove a file; every file system can refuse to overwrite."""
+        """Write, link and remove a file: by a link alone a commit cannot overwrite another one. SystemFailure."""
         with self._told("write to"), self._temporary("check") as (_, temporary):
-            temporary.unlink()
+            twin = temporary.with_name(f"{temporary.name}-twin")
+            self._link(temporary, twin)
+            twin.unlink(missing_ok=True)
 
     def have(self, name: str) -> StoredFile | None:
         """Size and time of the last write of what stands there."""
@@ -80,7 +86,8 @@ class FolderPublisher:
                 left = left[os.write(handle, left) :]
             os.fsync(handle)
             try:
-                os.link(temporary, path)
+                if not self._link(temporary, path):
+                    temporary.replace(path)
             except FileExistsError:
                 if self.read(MANIFEST) != manifest:
                     raise taken(str(self._root)) from None
@@ -121,6 +128,24 @@ class FolderPublisher:
 
     def close(self) -> None:
         """Nothing is held between two calls."""
+
+    def _link(self, temporary: Path, path: Path) -> bool:
+        """Give a file a second name. False where the file system has none, that is allowed, and nothing stands there."""
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if not self._allow_unconditional:
+                raise SystemFailure(
+                    "the file system has no hard links, so that two runs could overwrite each other's commit",
+                    file=str(self._root),
+                    remedy="give --allow-unconditional if no other run writes there",
+                ) from None
+            if os.path.lexists(path):
+                raise FileExistsError from None
+            return False
+        return True
 
     def _path(self, name: str) -> Path:
         if not is_name(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 from fusecheck.errors import SystemFailure, UsageError
 
@@ -53,7 +53,19 @@ def split(url: str) -> SplitResult:
             return parts
     except ValueError:
         pass
-    raise SystemFailure("the hub names a place that is no URL", remedy="check HF_ENDPOINT, and run again")
+    raise _no_url()
+
+
+def joined(url: str, location: str) -> str:
+    """Where a server's answer to a URL points to; SystemFailure as above."""
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise _no_url() from None
+
+
+def _no_url() -> SystemFailure:
+    return SystemFailure("the hub names a place that is no URL", remedy="check HF_ENDPOINT, and run again")
 
 
 def check_endpoint(url: str) -> None:

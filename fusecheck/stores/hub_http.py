@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
-from urllib.parse import urljoin
 
 from fusecheck import __version__
-from fusecheck.errors import FusecheckError, SystemFailure
+from fusecheck.errors import FusecheckError, SystemFailure, UsageError
 from fusecheck.hub.failure import failure
-from fusecheck.stores.hosts import check_endpoint, check_redirect, origin
-from fusecheck.stores.patience import Attempts, Patience, Pause, asked_to_wait
+from fusecheck.stores.hosts import check_endpoint, check_redirect, joined, origin
+from fusecheck.stores.patience import Attempts, Pace, Patience, Pause, asked_to_wait
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Answers that a later one may not repeat."""
@@ -83,13 +83,16 @@ class HubHttp:
         self._lock = threading.Lock()
         self._client = cast("_Client", get_session())
         token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        if token and not (token.isascii() and token.isprintable()):
+            raise UsageError("the hub's token is none: it holds what no token can", remedy="check HF_TOKEN")
         self._token = f"Bearer {token}" if token else None
         self._headers = {"user-agent": f"fusecheck/{__version__}", "accept-encoding": "identity"}
         self._timeout = float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
         broken = next(kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
-        self.broken: tuple[type[BaseException], ...] = (broken, OSError)
-        """What the HTTP library raises when a connection fails."""
-        _hush(type(self._client).__module__.partition(".")[0])
+        library = type(self._client).__module__.partition(".")[0]
+        self.broken: tuple[type[BaseException], ...] = (broken, sys.modules[library].InvalidURL, OSError)
+        """What the HTTP library raises when a connection fails, or can never be made."""
+        _hush(library)
 
     def attempts(self) -> Attempts:
         """For one read."""
@@ -126,7 +129,7 @@ class HubHttp:
                 with self.open(method, url, headers) as response:
                     if response.status_code < 400:
                         short = len(response.headers.get("content-length", "")) <= 4
-                        body = _body(response) if headers is None or short else b""
+                        body = self._body(response) if headers is None or short else b""
                         return Answer(response.status_code, response.headers, body)
                     response.read()
                     reason, again = self.refusal(response, revision), response.status_code in AGAIN
@@ -150,7 +153,7 @@ class HubHttp:
 
     def redirected(self, url: str, headers: Mapping[str, str]) -> str:
         """Where a redirect leads, once that is seen to be allowed. SystemFailure."""
-        target = urljoin(url, headers.get("location", ""))
+        target = joined(url, headers.get("location", ""))
         check_redirect(target, self.endpoint)
         return target
 
@@ -174,14 +177,15 @@ class HubHttp:
             remedy="check the network and HF_ENDPOINT",
         )
 
-
-def _body(response: Response) -> bytes:
-    body = bytearray()
-    for chunk in response.iter_raw():
-        body += chunk
-        if len(body) > MAX_LISTING:
-            raise SystemFailure("the hub's answer is too long", wanted=f"<= {MAX_LISTING} bytes")
-    return bytes(body)
+    def _body(self, response: Response) -> bytes:
+        body, pace = bytearray(), Pace(self.pause.patience)
+        for chunk in response.iter_raw():
+            body += chunk
+            if len(body) > MAX_LISTING:
+                raise SystemFailure("the hub's answer is too long", wanted=f"<= {MAX_LISTING} bytes")
+            if not pace.keeps(len(chunk)):
+                raise SystemFailure("the hub's answer does not come to its end", file=self.repo_id, remedy="run again")
+        return bytes(body)
 
 
 def _hush(library: str) -> None:

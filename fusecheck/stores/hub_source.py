@@ -1,6 +1,7 @@
 """A repository of the hub at one commit, read by range from the stores behind it.
 
-One question for the commit, one listing, one per file for its signed URL; all else are ranges of the files themselves.
+One question for the commit, one listing, one per large file for its signed URL; all else are ranges of the files
+themselves. Small files the hub keeps itself: they are asked for where they are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fusecheck.stores.hosts import origin
 from fusecheck.stores.hub_answer import unfit
 from fusecheck.stores.hub_http import AGAIN, MOVED, HubHttp, Response
 from fusecheck.stores.hub_tree import commit_of, list_tree
-from fusecheck.stores.patience import Patience
+from fusecheck.stores.patience import Pace, Patience
 
 _EXPIRED = frozenset({400, 401, 403, 410})
 """What stores answer to a signed URL whose time is over."""
@@ -32,6 +33,8 @@ class _Link:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     url: str | None = None
+    named: bool = False
+    """The hub said with it that the content is the commit's."""
     xet: str | None = None
     """The hub's other name for the content, which its newer store may give as ETag."""
     tag: str | None = None
@@ -74,7 +77,7 @@ class HubSource:
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.resolves = 0
-        """Questions for the place of a file."""
+        """Questions for the place of a large file."""
 
     @property
     def requests(self) -> int:
@@ -100,8 +103,7 @@ class HubSource:
             done += got.size
             with self._lock:
                 self.bytes_read += got.size
-            if got.size:
-                attempts.progressed()
+            attempts.came(got.size, len(buffer) - done + got.size)
             if got.short is None:
                 continue
             if got.final:
@@ -118,7 +120,7 @@ class HubSource:
     def _part(self, file: str, url: str, start: int, buffer: memoryview) -> _Got:
         """One request for a range; what came of it."""
         stop = start + len(buffer)
-        done = 0
+        done, pace = 0, Pace(self._http.pause.patience)
         try:
             with self._http.open("GET", url, {"range": f"bytes={start}-{stop - 1}"}) as response:
                 refused = self._refused(file, url, response, start, stop)
@@ -130,6 +132,8 @@ class HubSource:
                     buffer[done : done + len(chunk)] = chunk
                     done += len(chunk)
                     self._http.pause.check_open()
+                    if not pace.keeps(len(chunk)):
+                        return _Got(done, self._wrong(file, "sends next to nothing"))
         except self._http.broken as error:
             return _Got(done, self._wrong(file, f"cannot be read: {type(error).__name__}"))
         return _Got(done) if done == len(buffer) else _Got(done, self._wrong(file, "ends an answer early"))
@@ -149,7 +153,12 @@ class HubSource:
         wrong = unfit(status, headers, (start, stop, size), kept="sha256" not in self._files[file].identity)
         if wrong is not None:
             return _Got(0, self._wrong(file, wrong.what, found=wrong.found, wanted=wrong.wanted), final=True)
-        return None if self._same(file, headers, ours=ours) else _Got(0, changed(file), final=True)
+        if not self._same(file, headers, ours=ours):
+            return _Got(0, changed(file), final=True)
+        told = (_tag(headers, "etag"), _tag(headers, "x-linked-etag"))
+        if not self._links[file].named and self._wanted(file) not in told:
+            return _Got(0, self._wrong(file, "does not say which content it sends"), final=True)
+        return None
 
     def _retry(self, file: str, url: str, response: Response) -> _Got | None:
         """What can be asked for again: later, elsewhere, or with a new URL."""
@@ -165,8 +174,7 @@ class HubSource:
 
     def _same(self, file: str, headers: Mapping[str, str], *, ours: bool) -> bool:
         """Whether the ETags are those of the commit. Where a store has its own kind of them, it must stay the same."""
-        identity = self._files[file].identity
-        wanted = identity.get("sha256", identity.get("oid"))
+        wanted = self._wanted(file)
         linked, tag = _tag(headers, "x-linked-etag"), _tag(headers, "etag")
         if (linked and linked != wanted) or headers.get("x-repo-commit", self.commit) != self.commit:
             return False
@@ -178,11 +186,12 @@ class HubSource:
             return link.tag == tag
 
     def _url(self, file: str) -> str:
-        """The place of a file, asked for once for all threads."""
+        """The place of a file, asked for once for all threads where it is not with the hub."""
         link = self._links[file]
         with link.lock:
             if link.url is None:
-                link.url = self._resolve(file)
+                url = f"{self._http.endpoint}/{self._repo}/resolve/{self.commit}/{quote(file)}"
+                link.url = self._resolve(file, url) if "sha256" in self._files[file].identity else url
             return link.url
 
     def _forget(self, file: str, url: str, moved: str | None) -> None:
@@ -192,12 +201,12 @@ class HubSource:
             if link.url == url:
                 link.url = moved
 
-    def _resolve(self, file: str) -> str:
+    def _resolve(self, file: str, url: str) -> str:
         """Ask the hub where the bytes are. Redirects within the hub are followed; another host's URL is signed.
 
         By GET, for one byte where there is no redirect: a store may sign for the method that the hub was asked with.
         """
-        url = f"{self._http.endpoint}/{self._repo}/resolve/{self.commit}/{quote(file)}"
+        link = self._links[file]
         with self._lock:
             self.resolves += 1
         for _ in range(5):
@@ -206,13 +215,19 @@ class HubSource:
                 raise changed(file)
             if answer.headers.get("x-linked-size", size := str(self._files[file].size)) != size:
                 raise changed(file)
-            self._links[file].xet = answer.headers.get("x-xet-hash")
+            link.xet = answer.headers.get("x-xet-hash")
+            link.named = link.named or bool(link.xet or _tag(answer.headers, "x-linked-etag"))
             if answer.status not in MOVED:
                 return url
             url = self._http.redirected(url, answer.headers)
             if origin(url) != origin(self._http.endpoint):
                 return url
         raise self._wrong(file, "redirects in a circle")
+
+    def _wanted(self, file: str) -> str:
+        """The ETag of the commit's content."""
+        identity = self._files[file].identity
+        return identity.get("sha256") or identity.get("oid", "")
 
     def _wrong(self, file: str, what: str, *, found: object = None, wanted: object = None) -> SystemFailure:
         """Never with a URL."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from urllib.parse import quote, urljoin
+from urllib.parse import quote
 
 from fusecheck.errors import SystemFailure
 from fusecheck.reader import StoredFile
 from fusecheck.stores.address import is_name
-from fusecheck.stores.hosts import origin
+from fusecheck.stores.hosts import joined, origin
 from fusecheck.stores.hub_http import HubHttp
 
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
+MAX_PAGES = 1000
+"""Of about a thousand entries each."""
 _NEXT = re.compile(r'<([^<>]*)>\s*;\s*rel="?next"?', re.IGNORECASE)
 
 
@@ -58,6 +60,8 @@ def _entries(http: HubHttp, commit: str) -> Iterator[Mapping[object, object]]:
             raise SystemFailure("the hub's listing is none", file=http.repo_id, remedy="check HF_ENDPOINT")
         yield from (entry for entry in page if isinstance(entry, dict))
         match = _NEXT.search(headers.get("link", ""))
-        url = urljoin(url, match[1]) if match else None
+        url = joined(url, match[1]) if match else None
         if url is not None and (url in seen or origin(url) != origin(http.endpoint)):
             raise SystemFailure("the hub's listing leads elsewhere", file=http.repo_id, remedy="check HF_ENDPOINT")
+        if len(seen) == MAX_PAGES:
+            raise SystemFailure("the hub's listing has no end", file=http.repo_id, remedy="check HF_ENDPOINT")

@@ -64,7 +64,7 @@ def open_publisher(url: str, *, allow_unconditional: bool = False, plan_digest: 
     if address.kind == "folder":
         from fusecheck.stores.folder_publisher import FolderPublisher  # noqa: PLC0415 - as above
 
-        return FolderPublisher(Path(address.root), plan_digest=plan_digest)
+        return FolderPublisher(Path(address.root), plan_digest=plan_digest, allow_unconditional=allow_unconditional)
     from fusecheck.stores.bucket_publisher import BucketPublisher  # noqa: PLC0415 - obstore
 
     return BucketPublisher(address, allow_unconditional=allow_unconditional)

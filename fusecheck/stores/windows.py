@@ -9,9 +9,9 @@ from mmap import mmap
 from types import TracebackType
 from typing import Self, TypeAlias
 
+from fusecheck.daemons import Daemons
 from fusecheck.errors import SystemFailure
 from fusecheck.reader import Reader
-from fusecheck.stores.daemons import Daemons
 from fusecheck.stores.schedule import GAP, LARGEST, MIB, OPEN, Window, by_grain, schedule
 
 HELD = 448 * MIB

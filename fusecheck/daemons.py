@@ -16,7 +16,7 @@ class Daemons:
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name = most, name
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = self._idle = 0
@@ -24,18 +24,8 @@ class Daemons:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do it in one of the threads; what it raises is raised by the future."""
         future: Future[T] = Future()
-
-        def carry_out() -> None:
-            if self._closed.is_set() or not future.set_running_or_notify_cancel():
-                future.cancel()
-                return
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-                future.set_exception(error)
-
         with self._lock:
-            self._queue.put(carry_out)
+            self._queue.put(lambda: future.cancel() if self._closed.is_set() else _carry_out(future, work))
             if self._idle:
                 self._idle -= 1
             elif self._threads < self._most:
@@ -58,10 +48,20 @@ class Daemons:
                 self._idle += 1
 
 
+def apart(work: Callable[[], T], name: str) -> Future[T]:
+    """Do it in a thread of its own, however many there are."""
+    future: Future[T] = Future()
+    threading.Thread(target=_carry_out, args=(future, work), name=name, daemon=True).start()
+    return future
+
+
 def aside(work: Callable[[], T]) -> T:
     """Do it in a thread of its own and wait, so that a signal interrupts the wait."""
-    thread = Daemons(1, "fusecheck-ask")
+    return apart(work, "fusecheck-ask").result()
+
+
+def _carry_out(future: Future[T], work: Callable[[], T]) -> None:
     try:
-        return thread.submit(work).result()
-    finally:
-        thread.close()
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        future.set_exception(error)
