@@ -9,6 +9,7 @@ Interrupted                  128 + n  a signal asked us to stop
 
 from __future__ import annotations
 
+import signal
 import unicodedata
 
 SHOWN_LENGTH = 160
@@ -120,5 +121,5 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by signal {signum}")
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
