@@ -121,5 +121,5 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        super().__init__(f"stopped by {signal.Signals(signum).name} (signal {signum})")
         self.exit_code = 128 + signum

@@ -240,7 +240,7 @@ def test_a_signal_cleans_up(source: Path, tmp_path: Path, number: signal.Signals
         child.send_signal(number)
         out, err = child.communicate(timeout=30)
     assert child.returncode == 128 + number
-    assert err.splitlines()[-1] == f"error: stopped by {number.name}"
+    assert err.splitlines()[-1] == f"error: stopped by {number.name} (signal {int(number)})"
     assert json.loads(out)["exit_code"] == 128 + number
     assert names_in(tmp_path) == ["src"]
 
