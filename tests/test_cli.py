@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import PACKINGS, Spec, fused, read_checkpoint, tensors, write_checkpoint, write_safetensors
@@ -21,6 +22,8 @@ from checkpoints import PACKINGS, Spec, fused, read_checkpoint, tensors, write_c
 from fusecheck import __version__, fuse, verify
 from fusecheck.operations.inspect import inspect
 from fusecheck.operations.verify import VerifyReport
+from fusecheck.origin import Traffic
+from fusecheck.render.fuse import fuse_lines
 from fusecheck.render.inspect import engines_table, inspect_table
 from fusecheck.render.terminal import PipeConsole
 from fusecheck.render.verify import verify_lines, verify_table
@@ -124,7 +127,7 @@ def test_0_done(call: Call, source: Path, tmp_path: Path) -> None:
     code, out, err = call("fuse", source, tmp_path / "out")
     assert code == 0
     assert out.splitlines()[0] == f"fused {source} -> {tmp_path / 'out'}"
-    assert "13 tensors in, 10 out (2 fused, 8 copied)" in out
+    assert "  1 layer: 13 tensors in, 10 out (2 fused, 8 copied)" in out
     assert "left out: pytorch_model.bin" in out
     assert [line for line in err.splitlines() if line.startswith(ENGINES)] == err.splitlines()
     assert read_checkpoint(tmp_path / "out") == fused(read_checkpoint(source))
@@ -333,6 +336,14 @@ def test_no_cell_of_a_table_is_ever_cut(failed: VerifyReport, source: Path, widt
         words = [word for column in table.columns for cell in column.cells for word in str(cell).split()]
         assert [word for word in words if word not in text] == []
         assert width < 80 or max(map(len, drawn.getvalue().splitlines())) <= width
+
+
+@pytest.mark.parametrize("ranks", [{}, {"target": "vllm-sharded", "tp": 1}])
+def test_what_was_read_from_a_store_is_told_of_every_layout(
+    source: Path, tmp_path: Path, ranks: Mapping[str, Any]
+) -> None:
+    report = replace(fuse(source, tmp_path / "out", **ranks), traffic=Traffic(7, 1, 3000))
+    assert "  read 3.0 kB in 7 requests, 1 of them again" in fuse_lines(report)
 
 
 def test_what_passed_is_told_in_full_when_verbose(call: Call, source: Path, tmp_path: Path) -> None:
