@@ -5,6 +5,10 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
+    "FusecheckError",
+    "SystemFailure",
+    "UsageError",
     "bench",
     "finalize",
     "fuse",
@@ -20,6 +24,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fusecheck.engines.nano_vllm import load_model
+    from fusecheck.errors import CheckpointError, FusecheckError, SystemFailure, UsageError
     from fusecheck.mapping import packed_modules_mapping
     from fusecheck.operations.bench import bench
     from fusecheck.operations.finalize import finalize
@@ -38,6 +43,7 @@ else:
             verb: f"fusecheck.operations.{verb}"
             for verb in ("bench", "finalize", "fuse", "inspect", "unfuse", "verify", "verify_layers")
         },
+        **dict.fromkeys(("CheckpointError", "FusecheckError", "SystemFailure", "UsageError"), "fusecheck.errors"),
         "make_plan": "fusecheck.operations.plan",  # `fusecheck.plan` is the module that plans one output
         "run_part": "fusecheck.operations.run",
     }
@@ -47,3 +53,6 @@ else:
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=__name__)
         return getattr(import_module(_PLACES[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -97,10 +98,10 @@ def fuse(
     verbose: Verbose = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Write the fused form of the checkpoint SRC to the new folder OUT.
+    """Write the fused form of the checkpoint SRC to the new OUT.
 
     q_proj, k_proj, v_proj become qkv_proj; gate_proj, up_proj become gate_up_proj. No value changes. OUT appears complete
-    or not at all. (mlx-lm's `fuse` merges LoRA adapters; this one does not.)
+    or not at all. No LoRA adapters are merged, as other tools' `fuse` does.
 
     hf://owner/name[@revision], s3://, gs:// and az:// are read by range, in one pass, with nothing stored; a bucket as OUT
     has to be fresh, and counts once its fusecheck.json is there, which is written last.
@@ -149,7 +150,7 @@ def unfuse(
     verbose: Verbose = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Write the split form of the fused checkpoint SRC to the new folder OUT: the exact inverse of fuse.
+    """Write the split checkpoint again: the exact inverse of fuse.
 
     By SRC's manifest every tensor is the original's, checked by its digest. Without one, by names and config.json.
     """
@@ -200,12 +201,13 @@ def verify(
     verbose: Verbose = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Prove that the fused checkpoint OUT holds exactly what its source holds.
+    """Prove that OUT holds exactly what its source holds.
 
     exact compares every byte of every tensor; probe and numeric run the projections of some layers on the device.
     """
     from fusecheck.operations.verify import verify as operation  # noqa: PLC0415
 
+    _require_place(report_file)
     screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
     with screen.progress() as phase:
         report = operation(
@@ -240,7 +242,7 @@ def bench(
         typer.Option("--source", metavar="SRC", help="The split checkpoint; default: what OUT's manifest names."),
     ] = None,
     device: Device = "auto",
-    layer: Annotated[int, typer.Option("--layer", min=0, help="The layer whose projections are measured.")] = 0,
+    layer: Annotated[int, typer.Option("--layer", metavar="N", min=0, help="The layer that is measured.")] = 0,
     seed: Seed = 0,
     report_file: ReportFile = None,
     as_json: Json = False,
@@ -248,12 +250,13 @@ def bench(
     verbose: Verbose = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Measure what fusing buys on this device: latency, launches, hidden-state reads, load time.
+    """Measure what fusing buys on this device.
 
-    Says so where it gains nothing beyond the noise.
+    Latency, launches, reads of the hidden states, load time. Says so where fusing gains nothing beyond the noise.
     """
     from fusecheck.operations.bench import bench as operation  # noqa: PLC0415
 
+    _require_place(report_file)
     screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
     with screen.progress(steps=True) as phase:
         report = operation(out, source=source, device=device, layer=layer, seed=seed, on_progress=phase("measuring"))
@@ -265,6 +268,17 @@ def bench(
         _write_report(report_file, bench_html(report))
     if as_json:
         screen.result(to_json(report.verdict, report))
+
+
+def _require_place(path: str | None) -> None:
+    """A report that has nowhere to go is refused before the work, not after it."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    if not path or Path(path).is_dir():
+        raise UsageError("--report is a folder", file=path, remedy="name a file")
+    if not folder.is_dir():
+        raise UsageError(f"--report cannot be written: there is no folder {folder}", file=path, remedy="make it first")
 
 
 def _write_report(path: str, page: str, *, failed: bool = False) -> None:
@@ -291,9 +305,9 @@ def inspect(
     verbose: Verbose = False,
     no_progress: NoProgress = False,  # noqa: ARG001 - every verb takes it; headers are read at once
 ) -> None:
-    """Say what is in PATH, what `fuse` would do with it or why not, and which engines load the result.
+    """Say what PATH holds, and what `fuse` would do or why not.
 
-    Reads headers only.
+    Also which engines load the result. Reads headers only.
     """
     from fusecheck.operations.inspect import inspect as operation  # noqa: PLC0415
 
@@ -311,6 +325,7 @@ app.registered_commands += jobs.registered_commands
 def main() -> NoReturn:
     """Run the command line and leave with the documented exit code."""
     prepare_streams()
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; nothing here needs NumPy
     arguments = sys.argv[1:]
     atexit.register(ignore_signals)
     with signals_as_exceptions():  # to the very end: a second Ctrl-C while the first is told must not be a traceback
@@ -326,7 +341,9 @@ def _run(arguments: list[str]) -> int:
     try:
         code = app(arguments or ["--help"], standalone_mode=False)
     except typer.TyperException as error:
-        raise UsageError(error.format_message().rstrip("."), remedy="see --help") from None
+        raise UsageError(
+            error.format_message().replace("Value error, ", "").rstrip(".?"), remedy="see --help"
+        ) from None
     except typer.Abort:
         raise Interrupted(2) from None
     except SystemExit as error:

@@ -16,8 +16,8 @@ EPILOG = (
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors and the verdict.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: what was left out, and why.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors and the verdict.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: what was measured or left out, and why.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar or lines.")]
 
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
@@ -61,13 +61,13 @@ ExpertsForm = Annotated[
     typer.Option(
         "--experts",
         metavar="FORM",
-        help="per-expert: a gate_up_proj for each; stacked: two 3-D tensors; split: untouched.",
+        help="per-expert: one gate_up_proj each; stacked: two tensors of 3 dimensions; split: untouched.",
     ),
 ]
 TargetLayout = Annotated[
     str | None,
     typer.Option(
-        "--target", metavar="LAYOUT", help="vllm-sharded: a file for each rank, for --load-format sharded_state."
+        "--target", metavar="LAYOUT", help="vllm-sharded: a file for each rank, which vLLM loads as sharded_state."
     ),
 ]
 TensorParallel = Annotated[

@@ -9,6 +9,7 @@ Interrupted                  128 + n  a signal asked us to stop
 
 from __future__ import annotations
 
+import signal
 import unicodedata
 
 SHOWN_LENGTH = 160
@@ -120,6 +121,6 @@ class Interrupted(BaseException):
     """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by signal {signum}")
+        super().__init__(f"stopped by {signal.Signals(signum).name} (signal {signum})")
         self.signum = signum
         self.exit_code = 128 + signum

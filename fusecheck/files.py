@@ -157,7 +157,9 @@ class Files:
             descriptor = os.open(self.root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             dangling = (self.root / name).is_symlink()
-            raise CheckpointError("is a dangling link" if dangling else "is missing", file=name) from None
+            if dangling:
+                raise CheckpointError("is a dangling link", file=name, remedy="download it again") from None
+            raise CheckpointError("is missing", file=name) from None
         except OSError as error:
             if stat.S_ISSOCK(mode_of(self.root / name)):
                 raise CheckpointError("is no regular file", file=name, found="a socket") from None

@@ -23,7 +23,9 @@ def wanted_ranks(target: str | None, tp: int | None, numbers: str | None) -> Ran
     """The ranks that the options ask for; None without a target. UsageError where they contradict each other."""
     if target is None:
         if tp is not None or numbers is not None:
-            raise UsageError("--tp and --ranks say how a --target is cut", remedy="--target vllm-sharded")
+            raise UsageError(
+                "--tp and --ranks say how a --target is cut", remedy="add --target vllm-sharded, or drop them"
+            )
         return None
     layout = LAYOUTS.get(target)
     if layout is None:

@@ -197,7 +197,12 @@ def _no_weights(names: Iterable[str], present: set[str]) -> CheckpointError:
             wanted=SINGLE,
             remedy="convert the checkpoint to safetensors",
         )
-    return CheckpointError("no weights in this folder", file=SINGLE, wanted=f"{SINGLE}, or shards and {INDEX}")
+    return CheckpointError(
+        "no weights in this folder",
+        file=SINGLE,
+        wanted=f"{SINGLE}, or shards and {INDEX}",
+        remedy="name the folder that they lie in",
+    )
 
 
 def merge_tensors(tensors: dict[str, TensorInfo], found: Iterable[TensorInfo], listed: dict[str, str] | None) -> None:

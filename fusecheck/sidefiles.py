@@ -135,7 +135,7 @@ def _not_regular(path: str, entry: os.DirEntry[str]) -> str | None:
     try:
         mode = entry.stat().st_mode
     except FileNotFoundError:
-        raise CheckpointError("is a dangling link", file=path) from None
+        raise CheckpointError("is a dangling link", file=path, remedy="download it again, or remove it") from None
     except OSError as error:
         if entry.is_symlink():
             raise CheckpointError(f"is a link that cannot be followed: {error.strerror}", file=path) from None

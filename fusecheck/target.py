@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.units import size_text
 
 OWN_MACHINE = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 """File systems that one machine has to itself. On others (NFS, FUSE, 9p) flock may not reach the other machines."""
@@ -51,6 +52,9 @@ def check_target(out: Path, source: Path | None, *, force: bool) -> Target:
     by this user.
     """
     shown = str(out)
+    if any(0xD800 <= ord(character) < 0xE000 for character in shown):  # how Python spells a byte that is no UTF-8
+        problem = "OUT's path is not UTF-8, and safetensors, which engines read with, opens no such path"
+        raise UsageError(problem, file=shown, remedy="choose another name")
     try:
         path = _resolve(out)
         missing = _missing_parents(path, shown)
@@ -87,8 +91,8 @@ def require_space(target: Target, needed: int) -> None:
         raise SystemFailure(
             "not enough free space",
             file=target.shown,
-            found=f"{found} bytes",
-            wanted=f"{needed} bytes",
+            found=size_text(found),
+            wanted=size_text(needed),
             remedy="free some, or choose another disk",
         )
 
@@ -131,7 +135,7 @@ def _occupied(path: Path, shown: str) -> bool:
     if stat.S_ISLNK(mode):
         raise UsageError("OUT is a symbolic link", file=shown, remedy="name the folder itself")
     if not stat.S_ISDIR(mode):
-        raise UsageError("OUT exists and is not a folder", file=shown)
+        raise UsageError("OUT exists and is not a folder", file=shown, remedy="name a folder that is not there yet")
     place = place_of(path)
     if os.path.ismount(path) or (place and place.mount == path):
         remedy = f"use a folder below it, such as {path / 'model'}"

@@ -11,12 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import PACKINGS, Spec, fused, read_checkpoint, tensors, write_checkpoint, write_safetensors
 
-from fusecheck import __version__
+from fusecheck import __version__, fuse, verify
+from fusecheck.operations.inspect import inspect
+from fusecheck.operations.verify import VerifyReport
+from fusecheck.origin import Traffic
+from fusecheck.render.fuse import fuse_lines
+from fusecheck.render.inspect import engines_table, inspect_table
+from fusecheck.render.terminal import PipeConsole
+from fusecheck.render.verify import verify_lines, verify_table
+from fusecheck.verdicts import Place
 
 SINGLE = "model.safetensors"
 RUN = "from fusecheck.cli import main\nmain()\n"
@@ -116,7 +127,7 @@ def test_0_done(call: Call, source: Path, tmp_path: Path) -> None:
     code, out, err = call("fuse", source, tmp_path / "out")
     assert code == 0
     assert out.splitlines()[0] == f"fused {source} -> {tmp_path / 'out'}"
-    assert "13 tensors in, 10 out (2 fused, 8 copied)" in out
+    assert "  1 layer: 13 tensors in, 10 out (2 fused, 8 copied)" in out
     assert "left out: pytorch_model.bin" in out
     assert [line for line in err.splitlines() if line.startswith(ENGINES)] == err.splitlines()
     assert read_checkpoint(tmp_path / "out") == fused(read_checkpoint(source))
@@ -232,7 +243,7 @@ def test_a_signal_cleans_up(source: Path, tmp_path: Path, number: signal.Signals
         child.send_signal(number)
         out, err = child.communicate(timeout=30)
     assert child.returncode == 128 + number
-    assert err.splitlines()[-1] == f"error: stopped by signal {int(number)}"
+    assert err.splitlines()[-1] == f"error: stopped by {number.name} (signal {int(number)})"
     assert json.loads(out)["exit_code"] == 128 + number
     assert names_in(tmp_path) == ["src"]
 
@@ -296,6 +307,64 @@ def test_quiet_and_verbose(call: Call, source: Path, tmp_path: Path) -> None:
     code, out, _ = call("verify", tmp_path / "quiet", "-q")
     assert (code, out.splitlines()[-1].startswith("NOT EQUAL: ")) == (1, True)
     assert call("fuse", "absent", "new", "-q")[2] != ""
+    assert call("inspect", source, "-q")[:2] == (0, "fuse: would make 2 fused tensors\n")
+
+
+@pytest.fixture
+def failed(source: Path, tmp_path: Path) -> VerifyReport:
+    """A report in which nothing but one probe failed."""
+    fuse(source, tmp_path / "out")
+    report = verify(tmp_path / "out", device="cpu")
+    first, *others = report.projections
+    probe = replace(first.probe, verdict="fail", reason="no", first_difference=Place(3, "self_attn.q_proj"))
+    return replace(report, verdict="not_equal", projections=(replace(first, probe=probe), *others))
+
+
+def test_quiet_still_says_why_not_equal(failed: VerifyReport) -> None:
+    wanted = f"probe    fail: {failed.projections[0].tensor}: no, first at row 3 of self_attn.q_proj"
+    assert list(verify_lines(failed, quiet=True)) == [wanted, f"NOT EQUAL: {failed.out}"]
+    assert wanted in verify_lines(failed)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_no_cell_of_a_table_is_ever_cut(failed: VerifyReport, source: Path, width: int) -> None:
+    for table in (verify_table(failed), engines_table(inspect(source)), inspect_table(inspect(source))):
+        drawn = StringIO()
+        PipeConsole(file=drawn, width=width).table(table)
+        text = " ".join(drawn.getvalue().split())
+        assert "…" not in text
+        words = [word for column in table.columns for cell in column.cells for word in str(cell).split()]
+        assert [word for word in words if word not in text] == []
+        assert width < 80 or max(map(len, drawn.getvalue().splitlines())) <= width
+
+
+@pytest.mark.parametrize("ranks", [{}, {"target": "vllm-sharded", "tp": 1}])
+def test_what_was_read_from_a_store_is_told_of_every_layout(
+    source: Path, tmp_path: Path, ranks: Mapping[str, Any]
+) -> None:
+    report = replace(fuse(source, tmp_path / "out", **ranks), traffic=Traffic(7, 1, 3000))
+    assert "  read 3.0 kB in 7 requests, 1 of them again" in fuse_lines(report)
+
+
+def test_what_passed_is_told_in_full_when_verbose(call: Call, source: Path, tmp_path: Path) -> None:
+    call("fuse", source, tmp_path / "out")
+    assert "error / bound" not in call("verify", tmp_path / "out")[1]
+    assert "bitwise equal; error / bound" in call("verify", tmp_path / "out", "-v")[1]
+
+
+def test_no_engine_is_named_for_what_has_no_fused_form(call: Call, source: Path) -> None:
+    assert "vLLM" in call("inspect", source)[1]
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "gemma3"}))
+    code, out, _ = call("inspect", source)
+    assert (code, "fuse: would refuse: " in out, "vLLM" in out) == (0, True, False)
+    assert json.loads(call("inspect", source, "--json")[1])["engines"] == []
+
+
+def test_torch_needs_no_numpy_and_says_nothing_of_it(source: Path, tmp_path: Path) -> None:
+    run("fuse", source, tmp_path / "out")
+    done = run("verify", tmp_path / "out", "--no-progress", before="import sys\nsys.modules['numpy'] = None\n")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_version_and_help(call: Call) -> None:
@@ -305,6 +374,16 @@ def test_version_and_help(call: Call) -> None:
         assert (code, err) == (0, "")
         assert "Usage: " in out
         assert "Exit codes: 0 done or equal; 1 checked and not equal; 2 usage" in " ".join(out.split())
+
+
+def test_help_of_80_columns_breaks_no_option(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in ("fuse", "unfuse", "verify", "bench", "inspect"):
+        out = call(verb, "-h")[1]
+        assert not re.search(r"\w-\n", out), out
+        [line] = [line for line in call("-h")[1].splitlines() if line.startswith(f"  {verb} ")]
+        assert line.endswith("."), line
+        assert not line.endswith("...")
 
 
 def test_progress_lines(source: Path, tmp_path: Path) -> None:
@@ -328,6 +407,7 @@ def test_a_bar_on_a_terminal_only(source: Path, tmp_path: Path) -> None:
             os.close(theirs)
 
     assert "fusing" in on_terminal("bar")
+    assert "\x1b[2K\x1b[1A" not in on_terminal("narrow", COLUMNS="40")  # a bar of two lines goes up to draw itself anew
     assert "\x1b[?25l" not in on_terminal("ci", CI="true")
     assert "\x1b[3" not in on_terminal("plain", NO_COLOR="1")
 

@@ -101,7 +101,7 @@ def test_a_second_signal_while_the_first_is_told(
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 143
-    assert capsys.readouterr().err == "error: stopped by signal 15\n"
+    assert capsys.readouterr().err == "error: stopped by SIGTERM (signal 15)\n"
 
 
 # --- the lab has teeth ---

@@ -282,8 +282,8 @@ def test_json_has_no_numbers_that_json_lacks(value: float) -> None:
     assert float(document["projections"][0]["numeric"]["worst"]) == pytest.approx(value, nan_ok=True)
 
 
-def verify_command(out: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", RUN, "verify", str(out), "--no-progress", "--device", "cpu", *map(str, arguments)]
+def verify_command(out: Path, *arguments: object, verb: str = "verify") -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", RUN, verb, str(out), "--no-progress", "--device", "cpu", *map(str, arguments)]
     return subprocess.run(
         line, capture_output=True, text=True, check=False, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -306,14 +306,21 @@ def test_verify_writes_its_report(out: Path, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_report_that_cannot_be_written_is_a_failure_though_all_is_equal(out: Path, tmp_path: Path) -> None:
-    for target in ("/dev/full", tmp_path / "absent" / "report.html"):
-        done = verify_command(out, "--report", target)
-        assert done.returncode == 4
-        assert "error: " in done.stderr
-        assert "EQUAL" in done.stdout
+def test_a_report_that_cannot_be_written_is_a_failure_though_all_is_equal(out: Path) -> None:
+    done = verify_command(out, "--report", "/dev/full")
+    assert done.returncode == 4
+    assert "error: " in done.stderr
+    assert "EQUAL" in done.stdout
     done = verify_command(out, "--report", "/dev/full", "--json")
     assert (done.returncode, json.loads(done.stdout)["verdict"]) == (4, "error")
+
+
+def test_a_report_that_has_no_place_is_refused_before_the_work(out: Path, tmp_path: Path) -> None:
+    for target, problem in ((tmp_path / "absent" / "report.html", "there is no folder"), (tmp_path, "is a folder")):
+        for verb in ("verify", "bench"):
+            done = verify_command(out, "--report", target, verb=verb)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert problem in done.stderr
 
 
 def test_a_difference_stays_one_when_the_report_cannot_be_written(out: Path, tmp_path: Path) -> None:

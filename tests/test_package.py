@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from checkpoints import Spec, fused, read_checkpoint, write_checkpoint
 
+import fusecheck
 from fusecheck import __version__
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,12 @@ NO_NETWORK = re.compile(
 )
 """What pip says then; the last where a package is pinned and none is found. Pins that clash stop scripts/test before."""
 BUILD_SDIST = "import sys, hatchling.build\nhatchling.build.build_sdist(sys.argv[1])\n"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fusecheck.__all__:
+        assert getattr(fusecheck, name) is not None
+        assert name in dir(fusecheck)
 
 
 def pip(*arguments: object, python: Path | None = None) -> None:

@@ -305,7 +305,7 @@ def test_real_mounts(top: Path, source: Path) -> None:
             check_target(top / "out dir", source, force=True)
         run(top / "out dir" / "model")
         target = check_target(top / "out dir" / "a" / "b", source, force=True)
-        with staging_folder(target), pytest.raises(SystemFailure, match=r"found .* bytes, wanted 2000000 bytes"):
+        with staging_folder(target), pytest.raises(SystemFailure, match=r"found .*, wanted 2\.0 MB"):
             require_space(target, 2_000_000)
         subprocess.run(["mount", "-o", "remount,ro", str(top / "out dir")], check=True)
         with pytest.raises(SystemFailure, match="read-only"):
@@ -976,13 +976,18 @@ def test_a_report_into_stdout(top: Path) -> None:
     assert (top / "log").read_bytes() == b"beginreportend"
 
 
+def test_a_name_that_engines_cannot_open_is_refused(top: Path) -> None:
+    with pytest.raises(UsageError, match="not UTF-8"):
+        check_target(top / os.fsdecode(b"\xff"), None, force=True)
+
+
 def test_free_space(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = free_space(top / "absent" / "deeper")
     assert found
     assert found > 0
     target = check_target(top / "out", None, force=False)
     require_space(target, 1)
-    with pytest.raises(SystemFailure, match=r"top/out: not enough free space: found \d+ bytes, wanted \d+ bytes"):
+    with pytest.raises(SystemFailure, match=r"top/out: not enough free space: found [\d.]+ .B, wanted 4611\.7 PB"):
         require_space(target, 1 << 62)
     monkeypatch.setattr(os, "statvfs", failing(os.statvfs, errno.ENOSYS))
     assert free_space(top) is None

@@ -37,7 +37,7 @@ ENGINES = (
     Engine(
         "transformers 5.x",
         loads=False,
-        note="RANDOM weights, a warning but no error, unless fusecheck.engines.transformers.register() ran",
+        note="RANDOM weights, a warning but no error, without register() of fusecheck.engines.transformers",
         evidence="run",
         date="2026-11-29",
     ),

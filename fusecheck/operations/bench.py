@@ -80,7 +80,7 @@ def bench(
     """
     folder = Path(out)
     if not os.fspath(out) or not folder.is_dir():
-        raise UsageError("OUT is no folder", file=str(out))
+        raise UsageError("OUT is no folder", file=str(out), remedy="name what `fusecheck fuse` made")
     if importlib.util.find_spec("torch") is None:
         raise SystemFailure("bench needs torch, which is missing", remedy="pip install torch")
     from fusecheck.device import pick_device, pinned  # noqa: PLC0415 - torch costs seconds and 200 MB
@@ -224,7 +224,8 @@ def _projections(
     prefix = f"{prefix}layers.{layer}."
     packings = [packing for packing in PACKINGS if f"{prefix}{packing.fused}.weight" in out.tensors]
     if not packings:
-        raise UsageError("this layer has no fused projection to measure", file=out.files.place, found=f"layer {layer}")
+        problem, remedy = "this layer has no fused projection to measure", "name a layer, or a folder, that is fused"
+        raise UsageError(problem, file=out.files.place, found=f"layer {layer}", remedy=remedy)
     steps.total = len(packings) * len(CASES) * len(modes_of(device)) + LOAD_ROUNDS
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # events and graphs go there
     with current:

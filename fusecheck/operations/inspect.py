@@ -87,6 +87,7 @@ class InspectReport:
     side_files: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     engines: tuple[Engine, ...]
+    """Which engines load the fused form; empty where there is none."""
     warnings: tuple[str, ...]
 
 
@@ -142,7 +143,7 @@ def _report(checkpoint: Checkpoint, path: str) -> InspectReport:
         stored_head=next((name for name in HEADS if name in first), None),
         side_files=tuple(side.path for side in checkpoint.side_files),
         left_out=checkpoint.left_out,
-        engines=ENGINES if tp is None else ranks_engines(tp),
+        engines=ranks_engines(tp) if tp is not None else ENGINES if reason is None else (),
         warnings=tuple(warnings),
     )
 

@@ -34,7 +34,7 @@ def inspect_table(report: InspectReport) -> Table:
     """One row for each run of layers that are alike."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("layers", "qkv", "gate_up", "dtype", "each"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, no_wrap=True)
     for row in report.layers:
         cells = [_form(projection) for projection in row.projections]
         if row.experts:
@@ -71,7 +71,7 @@ def engines_table(report: InspectReport) -> Table:
     """Which engines load a fused folder, and how and when that was found out."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for heading in ("engine", "loads fused", "note", "found"):
-        table.add_column(heading, no_wrap=heading == "engine", overflow="fold" if heading == "note" else "ellipsis")
+        table.add_column(heading, no_wrap=heading != "note", min_width=30 if heading == "note" else None)
     for engine in report.engines:
         table.add_row(engine.name, "yes" if engine.loads else "no", engine.note, f"{engine.evidence} {engine.date}")
     return table

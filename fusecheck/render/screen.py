@@ -161,13 +161,17 @@ class Screen:
         )
 
         self._warnings(report.warnings)
+        if self.quiet:
+            self.result(next(inspect_foot(report, verbose=False)))
+            return
         for line in inspect_head(report):
             self.result(line)
         if report.layers:
-            self._out.print(inspect_table(report))
+            self._out.table(inspect_table(report))
         for line in inspect_foot(report, verbose=self.verbose):
             self.result(line)
-        self._out.print(engines_table(report))
+        if report.engines:
+            self._out.table(engines_table(report))
 
     def verify(self, report: VerifyReport) -> None:
         """What verify found: a table on stdout, then the differences, then the verdict."""
@@ -177,8 +181,8 @@ class Screen:
         for note in report.notes:
             self.note(note)
         if report.projections and not self.quiet:
-            self._out.print(verify_table(report))
-        for line in verify_lines(report, quiet=self.quiet):
+            self._out.table(verify_table(report))
+        for line in verify_lines(report, quiet=self.quiet, verbose=self.verbose):
             self.result(line)
 
     def bench(self, report: BenchReport) -> None:
@@ -189,7 +193,7 @@ class Screen:
         for note in report.notes:
             self.note(note)
         for projection in () if self.quiet else report.projections:
-            self._out.print(bench_table(projection))
+            self._out.table(bench_table(projection))
         for line in bench_lines(report, quiet=self.quiet, verbose=self.verbose):
             self.result(line)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fusecheck.errors import shown
-from fusecheck.render.words import files_line, left_out_lines
+from fusecheck.render.words import count, files_line, left_out_lines
 
 if TYPE_CHECKING:
     from fusecheck.operations.unfuse import UnfuseReport
@@ -25,7 +25,8 @@ def unfuse_lines(report: UnfuseReport, *, verbose: bool = False) -> Iterator[str
     made = f"{report.split} split {how}" + (
         f", {', '.join(map(shown, report.restored))} restored" * bool(report.restored)
     )
-    yield f"  {report.layers} layers: {report.source_tensors} tensors in, {report.output_tensors} out ({made})"
+    layers = count(report.layers, "layer")
+    yield f"  {layers}: {report.source_tensors} tensors in, {report.output_tensors} out ({made})"
     yield files_line(report)
     if report.by_manifest:
         yield f"  weight files that are the original's byte for byte: {len(report.identical)} of {len(report.shards)}"

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusecheck.errors import printable, shown
-from fusecheck.render.words import module_of
+from fusecheck.render.words import count, module_of
 from fusecheck.verdicts import ProjectionCheck, fold, ranks_text
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def verify_table(report: VerifyReport) -> Table:
     headings = ("layer", "projection", "ranks", "in -> out", "shard offsets", "loader", "probe", "numeric")
     for heading in headings:
         if heading != "ranks" or ranked:
-            table.add_column(heading, no_wrap=heading != "shard offsets")
+            folds = heading == "shard offsets"
+            table.add_column(heading, no_wrap=not folds, min_width=12 if folds else None)
     for check in fold(report.projections):
         table.add_row(
             str(check.layer),
@@ -50,12 +51,14 @@ def _offsets(check: ProjectionCheck) -> str:
     return f"{check.input_size // len(offsets)} columns each"
 
 
-def verify_lines(report: VerifyReport, *, quiet: bool) -> Iterator[str]:
-    """Everything below the table, the verdict last."""
+def verify_lines(report: VerifyReport, *, quiet: bool = False, verbose: bool = False) -> Iterator[str]:
+    """Everything below the table, the verdict last. What failed is told always, what was measured beside when `verbose`."""
     exact = report.exact
-    if not quiet:
-        for check in fold(report.projections):
+    for check in fold(report.projections):
+        yield from _troubles(check, quiet=quiet)
+        if verbose and not quiet:
             yield from _measured(check)
+    if not quiet:
         digests = ", digests agree with the manifest" if exact.digests_checked and exact.verdict == "pass" else ""
         yield f"exact    {exact.verdict}: {exact.tensors} tensors, {decimal(exact.bytes)} against {exact.against}{digests}"
         for name in ("probe", "numeric"):
@@ -84,16 +87,23 @@ def finding_text(finding: Finding) -> str:
     return f"{', '.join(where)}: {printable(finding.problem)}" if where else printable(finding.problem)
 
 
+def _troubles(check: ProjectionCheck, *, quiet: bool) -> Iterator[str]:
+    """What failed or did not run, one projection's; when quiet only what failed."""
+    name = _name(check)
+    if check.built == "fail":
+        yield f"loader   fail: {name}: the weight_loaders build another parameter out of the split tensors"
+    for what, result in (("probe", check.probe), ("numeric", check.numeric)):
+        if result.verdict == "fail" or (result.verdict != "pass" and not quiet):
+            place = result.first_difference
+            at = f", first at row {place.row} of {place.part}" if place else ""
+            yield f"{what:8} {result.verdict}: {name}: {printable(result.reason or '')}{at}"
+
+
 def _measured(check: ProjectionCheck) -> Iterator[str]:
-    """What probe and numeric saw of one projection, where it is more than a verdict."""
-    probe, numeric = check.probe, check.numeric
-    name = " ".join(filter(None, (ranks_text(check.ranks), shown(check.tensor))))
-    if probe.verdict != "pass":
-        place = probe.first_difference
-        at = f", first at row {place.row} of {place.part}" if place else ""
-        yield f"probe    {probe.verdict}: {name}: {probe.reason}{at}"
+    """What probe and numeric saw of one projection beside their verdicts."""
+    probe, numeric, name = check.probe, check.numeric, _name(check)
     if probe.non_finite or probe.flushed:
-        yield f"probe    {name}: {probe.non_finite} values beside NaN or Inf and {probe.flushed} flushed ones not comparable"
+        yield f"probe    {name}: not comparable: {probe.non_finite} beside NaN or Inf, {probe.flushed} flushed to 0"
     if numeric.verdict != "not run":
         same = (
             "bitwise equal"
@@ -102,8 +112,10 @@ def _measured(check: ProjectionCheck) -> Iterator[str]:
         )
         what = "fused against separate" if check.axis == "rows" else "sum against whole product"
         yield f"numeric  {name}: {what} {same}; error / bound {numeric.worst:.3g}"
-    else:
-        yield f"numeric  not run: {name}: {numeric.reason}"
+
+
+def _name(check: ProjectionCheck) -> str:
+    return " ".join(filter(None, (ranks_text(check.ranks), shown(check.tensor))))
 
 
 def _summary(report: VerifyReport, name: str) -> str:
@@ -111,8 +123,10 @@ def _summary(report: VerifyReport, name: str) -> str:
     if not verdicts:
         return "not run"
     worst = next(verdict for verdict in ("fail", "pass", "not run") if verdict in verdicts)
-    layers = ", ".join(map(str, report.layers))
-    return f"{worst}: {verdicts.count(worst)} of {len(verdicts)} projections of layers {layers}"
+    layers = f"layer{'s' if len(report.layers) > 1 else ''} {', '.join(map(str, report.layers))}"
+    lost = sum(c.probe.non_finite + c.probe.flushed for c in report.projections) if name == "probe" else 0
+    rest = f"; {count(lost, 'weight')} not comparable, left to exact (-v)" if lost else ""
+    return f"{worst}: {verdicts.count(worst)} of {count(len(verdicts), 'projection')} of {layers}{rest}"
 
 
 def _verdict(verdict: str) -> Text:

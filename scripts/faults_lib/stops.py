@@ -53,7 +53,7 @@ def _outside_main(lab: Lab, run: Run, number: signal.Signals) -> bool:
         return False
     if lab.out.exists():
         return lab.is_complete() and "error: " not in run.err
-    told = f"error: stopped by signal {number}\n" in run.err
+    told = f"error: stopped by {signal.Signals(number).name} (signal {int(number)})\n" in run.err
     starting = number == signal.SIGINT and "\nKeyboardInterrupt" in run.err and "fusecheck/operations" not in run.err
     return not run.err.strip() or told or starting
 
