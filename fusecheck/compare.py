@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from fusecheck import digest
 from fusecheck.exact import Finding, Slice
@@ -18,8 +19,18 @@ THREADS = 2
 """Reads and hashes release the interpreter, comparing does not: a third thread gains nothing."""
 
 
+@contextmanager
+def comparers() -> Iterator[Executor]:
+    """Who compares. Entered before the readers are: those then close first, and free whoever waits for a store."""
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def compare_all(
-    slices: Sequence[Slice], out: Reader, source: Reader | None, on_progress: Progress | None
+    pool: Executor, slices: Sequence[Slice], out: Reader, source: Reader | None, on_progress: Progress | None
 ) -> list[Finding]:
     """Every byte of every slice. The first difference of each is a finding, and a digest that is not the manifest's."""
     total = sum(part.nbytes for part in slices)
@@ -32,11 +43,7 @@ def compare_all(
             if on_progress is not None:
                 on_progress(done, total)
 
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        found = list(pool.map(lambda part: _compare(part, out, source, on_bytes), slices))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    found = list(pool.map(lambda part: _compare(part, out, source, on_bytes), slices))
     return [finding for findings in found for finding in findings]
 
 

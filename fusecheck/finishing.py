@@ -50,7 +50,7 @@ def finish(work: Work, target: Target, on_progress: Progress | None) -> Finished
 def _commit(work: Work, place: Publisher, records: Sequence[Record], on_progress: Progress | None) -> Finished:
     weights = {record.name: (record.written, record.sha256) for record in records}
     beside = [file for file in work.job.files if file.path not in weights]
-    with reader_of(work.origin, beside) as reader:
+    with reader_of(work.origin, beside, work.plan.out) as reader:
         tell = counter(sum(file.size for file in beside), on_progress)
         sent = [_send_one(file, reader, place, tell, work) for file in _data_first(beside)]
     made = weights | {item.file.path: (item.written, item.sha256) for item in sent}

@@ -32,8 +32,8 @@ OnBytes: TypeAlias = Callable[[int], None]
 
 _Item = TypeVar("_Item")
 
-QUEUED = 8
-"""Pieces, of about a MiB each, that wait for one publisher."""
+QUEUED = 16
+"""Pieces, of about a MiB each, that wait for the publishers of a lane; one for each at least."""
 
 _WAIT_SECONDS = 0.5
 
@@ -75,7 +75,7 @@ def send(
         stream = (piece for _, piece in _told(_stream(makers, reader), on_bytes))
         return (makers[0].sent(publisher.put(lane[0].path, stream, lane[0].size)),)
     makers = [_Maker(file, FreshBuffers(), sha256=sha256) for file in lane]
-    sinks = [_Sink(publisher, file) for file in lane]
+    sinks = [_Sink(publisher, file, max(1, QUEUED // len(lane))) for file in lane]
     try:
         for sink in sinks:
             sink.begun.wait()
@@ -177,9 +177,9 @@ def _in_turn(runs: Sequence[Iterator[_Item]], *, together: bool) -> Iterator[tup
 class _Sink:
     """One publisher's put in a thread, fed through a small queue."""
 
-    def __init__(self, publisher: Publisher, file: PlannedFile) -> None:
+    def __init__(self, publisher: Publisher, file: PlannedFile, queued: int) -> None:
         self._file = file
-        self._queue: queue.Queue[memoryview | None] = queue.Queue(QUEUED)
+        self._queue: queue.Queue[memoryview | None] = queue.Queue(queued)
         self._stopped = threading.Event()
         self.begun = threading.Event()
         """Its put has asked for the first piece: all do before any gets one, so that a publisher knows how many share."""

@@ -197,7 +197,7 @@ def _write(
     planned = [job.shards[number].file for number in left]
     tell = counter(sum(file.size for file in planned), on_progress)
     place = place_of(work, target, standing)
-    with reader_of(work.origin, planned) as reader:
+    with reader_of(work.origin, planned, plan.out) as reader:
         for lane in lanes_of(planned):
             for item in send(lane, reader, place, tell, sha256=job.options.checksums):
                 record = Record(plan.digest, item.file.path, item.stored, item.written, item.sha256, part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +23,17 @@ from fusecheck.planned import Estimate, Plan, PlannedObject
 from fusecheck.reader import Reader, StoredFile
 from fusecheck.stores import is_remote
 from fusecheck.stores.address import parse
-from fusecheck.stores.bucket_publisher import part_size
+from fusecheck.stores.bucket_publisher import part_size, put_memory
 from fusecheck.stores.schedule import schedule
 from fusecheck.stores.windows import HELD
 
 MIB = 1 << 20
 
 BASE_MEMORY = 128 * MIB
-"""Python, the plan of a large model, pieces and parts in flight: what a run needs beside the windows of its source."""
+"""Python, the plan of a large model, pieces: what a run needs beside what is read ahead and what is being written."""
+ALLOWED = HELD + 80 * MIB
+"""Bytes read ahead and being written at one time: what many objects that are written together take, the first gives."""
+_LEAST_AHEAD = 64 * MIB
 
 _ASKED_OF_FILE = 4
 """Requests for a file of OUT beside its parts: to begin and to end it, looks at OUT before it appears and at it after."""
@@ -47,9 +50,21 @@ class Work:
     plan: Plan
 
 
-def reader_of(origin: Origin, files: Iterable[PlannedFile]) -> AbstractContextManager[Reader]:
-    """A reader for these files, one after another."""
-    return read_ahead(origin.checkpoint.files, (read for lane in lanes_of(files) for read in lane_reads(lane)))
+def reader_of(origin: Origin, files: Sequence[PlannedFile], out: str) -> AbstractContextManager[Reader]:
+    """A reader for these files of OUT, one after another."""
+    reads = (read for lane in lanes_of(files) for read in lane_reads(lane))
+    return read_ahead(origin.checkpoint.files, reads, held=ahead(_put_memory(files, out)))
+
+
+def _put_memory(files: Sequence[PlannedFile], out: str) -> int:
+    """Bytes held while the lane that takes most is written. A file is written as it comes."""
+    lanes = lanes_of(files) if is_remote(out) else ()
+    return max((put_memory([file.size for file in lane]) for lane in lanes), default=0)
+
+
+def ahead(puts: int) -> int:
+    """Bytes of the source that are held before they are needed, while so many are held on their way out."""
+    return max(_LEAST_AHEAD, min(HELD, ALLOWED - puts))
 
 
 def open_shared(place: str, reading: Reading, frozen: Mapping[str, StoredFile] | None = None) -> Origin:
@@ -142,9 +157,9 @@ def _estimate(origin: Origin, job: Job, out: str) -> Estimate:
     stored = [file.size for file in job.files] if is_remote(out) else []
     writes = sum(_ASKED_OF_FILE + -(-size // part_size(size)) for size in stored)
     writes += _ASKED_OF_OBJECT * len(job.shards) if stored else 0
-    parts = max(map(part_size, stored), default=0)
-    held = min(HELD, sum(window.size for window in windows)) if remote else 0
-    return Estimate(fetched, job.size, len(windows) + headers + writes, BASE_MEMORY + held + max(64 * MIB, parts))
+    puts = _put_memory(job.files, out)
+    held = min(ahead(puts), sum(window.size for window in windows)) if remote else 0
+    return Estimate(fetched, job.size, len(windows) + headers + writes, BASE_MEMORY + held + puts)
 
 
 def _check_same(plan: Plan, now: Plan) -> None:

@@ -44,6 +44,8 @@ class Faults:
     """Everything is answered 403."""
     silent: str = ""
     """Requests whose path holds this are not answered before the server stops; `heard` is set by the first."""
+    silent_after: int = 0
+    """So many of them are answered all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,11 @@ class S3Server:
         names = {key[5:].lower().replace("_", "-"): str(value) for key, value in environ.items() if key[:5] == "HTTP_"}
         asked = Asked(environ["REQUEST_METHOD"], environ["PATH_INFO"], environ.get("QUERY_STRING", ""), names)
         part = parse_qs(asked.query).get("partNumber", ["0"])[0]
+        silent = bool(self.faults.silent) and self.faults.silent in asked.path
         with self._lock:
             self.seen.append(asked)
-        if self.faults.silent and self.faults.silent in asked.path:
+            answered, self.faults.silent_after = self.faults.silent_after, max(0, self.faults.silent_after - silent)
+        if silent and not answered:
             self.heard.set()
             self._stopping.wait(60)
         if self.faults.deny or (self.faults.refuse_part and part == str(self.faults.refuse_part)):

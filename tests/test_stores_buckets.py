@@ -25,9 +25,11 @@ from fusecheck.plan import Block, PlannedFile
 from fusecheck.reader import Source, StoredFile
 from fusecheck.stores import Target, Windows, bucket, bucket_publisher, open_publisher, open_source
 from fusecheck.stores.bucket import failure
-from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size
+from fusecheck.stores.bucket_publisher import MAX_PARTS, MIB, part_size, put_memory
 from fusecheck.stores.bucket_source import BucketSource
 from fusecheck.stores.patience import Patience, Pause
+from fusecheck.stores.windows import HELD
+from fusecheck.work import ALLOWED, ahead
 
 pytestmark = pytest.mark.filterwarnings("default:::moto", "default:::botocore", "default:::flask")
 
@@ -282,6 +284,15 @@ def test_files_that_are_written_together_share_the_memory_of_one(
     send(lane, source, target, lambda _: None)
     assert len(held) == len(lane)
     assert sum(held) <= 20_000
+
+
+@given(st.lists(st.integers(0, 64 << 30), min_size=1, max_size=16))
+def test_up_to_16_ranks_take_no_more_memory_than_one(sizes: list[int]) -> None:
+    """Of 1 TB: what they hold while they are written together, the windows of the source give."""
+    puts = put_memory(sizes)
+    assert puts + ahead(puts) <= ALLOWED
+    assert ahead(put_memory(sizes[:1])) == HELD
+    assert sum(part_size(size) for size in sizes if size > 8 * MIB) <= puts
 
 
 def test_closing_a_target_ends_who_waits(s3: S3Server) -> None:

@@ -50,16 +50,19 @@ def test_a_signal_does_not_wait_for_a_silent_store(tmp_path: Path, verb: str) ->
 
 
 @pytest.mark.parametrize(
-    ("silent", "words"),
+    ("silent", "after", "words"),
     [
-        ("/in/model-00001", "inspect {source}"),
-        ("/out/.fusecheck/0", "finalize {plan}"),
-        ("/out/model-rank-1", "fuse {source} {out}-ranks --target vllm-sharded --tp 2"),
+        ("/in/model-00001", 0, "inspect {source}"),
+        ("/out/.fusecheck/0", 0, "finalize {plan}"),
+        ("/out/model-rank-1", 0, "fuse {source} {out}-ranks --target vllm-sharded --tp 2"),
+        ("/out/model-", 3, "verify {out}"),
+        ("/in/model-", 3, "verify {out} --source {source}"),
     ],
 )
 def test_a_store_may_fall_silent_at_any_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str, after: int, words: str
 ) -> None:
+    """After `after` answers: as many as there are headers."""
     write_checkpoint(tmp_path / "in", Spec(files=3))
     places = {"source": f"s3://{BUCKET}/in", "out": f"s3://{BUCKET}/out", "plan": str(tmp_path / "plan.json")}
     with S3Server() as s3:
@@ -69,6 +72,9 @@ def test_a_store_may_fall_silent_at_any_time(
             s3.put(f"in/{name}", data)
         Path(places["plan"]).write_text(fusecheck.make_plan(places["source"], places["out"]).text)
         fusecheck.run_part(places["plan"])
+        if "verify" in words:
+            fusecheck.finalize(places["plan"])
+        s3.faults.silent_after = after
         s3.faults.silent = silent.replace("/out/", "/out-ranks/") if "ranks" in words else silent
         command = [sys.executable, "-m", "fusecheck", *(word.format(**places) for word in words.split())]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -123,7 +123,7 @@ def _to_folder(
 
         def write(target: Target, folder: Path) -> Iterable[str]:
             provenance = origin.provenance(str(target.path))
-            with reader_of(origin, job.files) as reader:
+            with reader_of(origin, job.files, out) as reader:
                 manifest = carry_out(job, reader, folder, provenance, threads=threads, on_progress=on_progress)
             return compare_heads(job, manifest)
 

@@ -16,7 +16,7 @@ from fusecheck.beside import check_alone, check_config, check_side_files, declar
 from fusecheck.case import Case, opened_case
 from fusecheck.case_store import files_at
 from fusecheck.checkpoint import Checkpoint
-from fusecheck.compare import compare_all, out_reads, source_reads
+from fusecheck.compare import compare_all, comparers, out_reads, source_reads
 from fusecheck.config import CONFIG
 from fusecheck.engines.vllm_sharded import VLLM
 from fusecheck.errors import SystemFailure, UsageError, shown
@@ -131,12 +131,12 @@ def _check_source(case: Case, on_progress: Progress | None) -> None:
 
 def _compared(case: Case, out: Checkpoint, on_progress: Progress | None) -> list[Finding]:
     """One pass over OUT and its source; whichever lies in a store is read ahead."""
-    with ExitStack() as stack:
+    with comparers() as pool, ExitStack() as stack:
         ours = stack.enter_context(read_ahead(out.files, out_reads(case.slices), held=HELD // 2))
         theirs = None
         if case.source is not None:
             theirs = stack.enter_context(read_ahead(case.source.files, source_reads(case.slices), held=HELD // 2))
-        return compare_all(case.slices, ours, theirs, on_progress)
+        return compare_all(pool, case.slices, ours, theirs, on_progress)
 
 
 def _bare_files(place: str) -> CheckpointFiles:

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -39,6 +39,9 @@ _JOINED = timedelta(minutes=5)
 """How long a store may be silent: before it answers it takes a part in, or joins the parts of a large object."""
 _HELD = 64 * MIB
 """Bytes of parts in flight, of all objects that are written together; one part of each where that is more."""
+
+_QUEUED = 4
+"""Blocks, of a MiB as they are made, that wait for the upload of one object."""
 
 
 class BucketPublisher:
@@ -189,15 +192,26 @@ class BucketPublisher:
             return
         blocks = iter(feed)
         blocks = chain([next(blocks)], blocks)  # now all that write together have begun
-        at_once = max(1, min(8, _HELD // (part * self._puts)))
+        flying = _in_flight(part, self._puts)
         with told(f"{self._where}/{key}", "write"):
-            obstore.put(self._store, key, blocks, use_multipart=True, chunk_size=part, max_concurrency=at_once)
+            obstore.put(self._store, key, blocks, use_multipart=True, chunk_size=part, max_concurrency=flying)
 
 
 def part_size(size: int) -> int:
     """Bytes of a part, whole MiB, so that an object has no more parts than every store allows."""
     least = -(-size // MAX_PARTS)
     return max(8 * MIB, -(-least // MIB) * MIB)
+
+
+def _in_flight(part: int, puts: int) -> int:
+    """Parts of one object under way at one time, of so many objects that are written together."""
+    return max(1, min(8, _HELD // (part * puts)))
+
+
+def put_memory(sizes: Sequence[int]) -> int:
+    """Bytes held at most while objects of these sizes are written together."""
+    parts = [min(size, part_size(size)) for size in sizes]
+    return sum(part * (1 + _in_flight(part, len(sizes))) + _QUEUED * MIB for part in parts if part)
 
 
 class _Stopped(Exception):
@@ -211,7 +225,7 @@ class _Feed:
         self._blocks = blocks
         self._name = name
         self._size = size
-        self._queue: queue.Queue[bytes | None] = queue.Queue(4)
+        self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
         self._stop = threading.Event()
 
     def __iter__(self) -> Iterator[bytes]:
