@@ -89,11 +89,12 @@ def totals(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
     }
 
 
-def notes(out: Checkpoint, known: set[str], *, ours: bool) -> list[str]:
-    """What is worth saying and no defect."""
+def notes(out: Checkpoint, known: set[str] | None, *, ours: bool) -> list[str]:
+    """What is worth saying and no defect. `known`: the side files of the source, where anything says which they are."""
     found = []
     if not ours:
-        found.append("no manifest can be read, so OUT may be another writer's; its bytes are compared with the source")
+        compared = "; its bytes are compared with the source" if known is not None else ""
+        found.append(f"no manifest can be read, so OUT may be another writer's{compared}")
         given = out.index_metadata or {}
         wrong = [f"{key} {given[key]}" for key, right in totals(out.tensors).items() if given.get(key, right) != right]
         if wrong:
@@ -102,11 +103,11 @@ def notes(out: Checkpoint, known: set[str], *, ours: bool) -> list[str]:
             found.append(f"{INDEX} is absent beside {len(out.shards)} shards")
     elif len(out.shards) == 1 and out.index_metadata is not None:
         found.append(f"{INDEX} stands beside the one weight file, and the manifest does not speak of it")
-    extra = [side.path for side in out.side_files if side.path not in known]
+    extra = [side.path for side in out.side_files if side.path not in (known or ())]
     extra += [
         i.path for i in out.left_out if i.reason not in {WEIGHTS, ADAPTER} and i.path not in {MANIFEST, CHECKSUMS, OWN}
     ]
-    if extra:
+    if extra and known is not None:
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
         found.append(f"files that the source has not: {', '.join(map(shown, extra[:3]))}{more}")
     if any(item.path == CHECKSUMS for item in out.left_out):

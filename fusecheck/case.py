@@ -18,7 +18,7 @@ from fusecheck.hub import resolve
 from fusecheck.manifest import Manifest, read_manifest
 from fusecheck.model import Model, survey
 from fusecheck.sidefiles import MANIFEST
-from fusecheck.source import is_recorded, recorded_folder, recorded_place
+from fusecheck.source import is_recorded, recorded_folder, source_in_words
 from fusecheck.stores import is_remote
 
 
@@ -97,7 +97,8 @@ def _read_stored(case: Case, stack: ExitStack) -> None:
 
 def _read_folder(case: Case, stack: ExitStack) -> None:
     if not os.path.isdir(case.folder):  # noqa: PTH112 - Path.is_dir raises where the parent is not searchable
-        raise UsageError("OUT is no folder", file=str(case.folder))
+        problem = "OUT is no folder" if os.path.lexists(case.folder) else "OUT does not exist"
+        raise UsageError(problem, file=str(case.folder), remedy="name the folder that fuse has written, or its URL")
     try:
         case.described = os.path.lexists(case.folder / MANIFEST)
         case.manifest = read_manifest(case.folder)
@@ -158,9 +159,9 @@ def _recorded(case: Case, manifest: Manifest, stack: ExitStack) -> Checkpoint | 
     """What is at the place that the manifest records; digests alone are checked, with a warning, where that is nothing."""
     folder = recorded_folder(None if is_remote(case.place) else case.folder, manifest)
     if folder is None:
-        where, url = recorded_place(manifest), manifest.provenance.url
+        source, url = source_in_words(manifest), manifest.provenance.url
         what = "is read only where --source names it" if url is not None else "is not there"
-        case.warnings.append(f"the source {where} {what}; OUT is checked against its manifest's digests alone")
+        case.warnings.append(f"{source} {what}; OUT is checked against its manifest's digests alone")
         return None
     try:
         return stack.enter_context(_complete(str(folder)))

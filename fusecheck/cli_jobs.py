@@ -52,9 +52,10 @@ def plan(
     verbose: Verbose = False,
     no_progress: NoProgress = False,  # noqa: ARG001 - every verb takes it; headers are read at once
 ) -> None:
-    """Decide how SRC is fused to OUT by several machines, and print that as JSON: fusecheck plan SRC OUT > plan.json.
+    """Decide how several machines fuse SRC to OUT; print it as JSON.
 
-    Reads headers only and writes nothing. The same source gives the same bytes. Then, anywhere, in any order:
+    fusecheck plan SRC OUT > plan.json reads headers only and writes nothing. The same source gives the same bytes. Then,
+    anywhere, in any order:
     fusecheck run plan.json --part i/N. At last, once: fusecheck finalize plan.json.
     """
     from fusecheck.operations.plan import make_plan  # noqa: PLC0415
@@ -100,9 +101,10 @@ def run(
     verbose: Verbose = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Write one part of a plan. Any part, on any machine, in any order; twice is harmless, and what stands is kept.
+    """Write one part of a plan.
 
-    Refuses (exit 4) where the source is no longer what was planned.
+    Any part, on any machine, in any order; twice is harmless, and what stands is kept. Refuses (exit 4) where the source
+    is no longer what was planned.
     """
     from fusecheck.operations.run import run_part, which_part  # noqa: PLC0415
 
@@ -129,9 +131,10 @@ def finalize(
     verbose: Verbose = False,
     no_progress: NoProgress = False,
 ) -> None:
-    """Check every object of a plan, write what lies beside them, and commit: only now OUT is a checkpoint.
+    """Check every object of a plan, write the rest, and commit.
 
-    Names the part to run again (exit 4) where one is missing. Committed already by this plan: exit 0.
+    Only now OUT is a checkpoint. Names the part to run again (exit 4) where one is missing. Committed already by this
+    plan: exit 0.
     """
     from fusecheck.operations.finalize import finalize as operation  # noqa: PLC0415
 

@@ -93,10 +93,10 @@ def _missing(plan: Plan, missing: Sequence[int], seen: Sequence[Record]) -> Syst
     parts = Counter(record.part[1] for record in seen).most_common(1)
     total = parts[0][0] if parts else 1
     again = [part for part, share in enumerate(shares_of(plan, total)) if not set(share).isdisjoint(missing)]
-    more = f" and {len(missing) - 1} more objects" if len(missing) > 1 else ""
+    more = f", nor do {len(missing) - 1} others" if len(missing) > 1 else ""
     runs = ", ".join(f"--part {part}/{total}" for part in again[:8])
     return SystemFailure(
-        f"is missing at OUT, or has no record{more}",
+        f"does not stand at OUT with its record{more}",
         file=plan.objects[missing[0]].name,
         remedy=f"run again: {runs}{' ...' if len(again) > 8 else ''}",
     )

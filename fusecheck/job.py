@@ -227,7 +227,7 @@ def produce(
         if dry_run:
             return Outcome("would_write")
         with staging_folder(target) as staging:
-            require_space(target, size)
+            require_space(target.path, size, target.shown)
             warnings = write(target, staging.path)
             staging.commit()
     except (TargetOccupied, TargetTaken):

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusecheck.errors import SystemFailure, UsageError
+from fusecheck.errors import UsageError
 from fusecheck.lanes import OnBytes, lanes_of, send
 from fusecheck.ledger import Record, Standing, add_record, begin, check_mark, find_records, is_committed, judge
 from fusecheck.planned import Plan
@@ -19,7 +19,7 @@ from fusecheck.reader import Progress, Publisher, StoredFile
 from fusecheck.shards import lane_name
 from fusecheck.sidefiles import MANIFEST
 from fusecheck.stores import Target, is_remote, open_publisher, open_source
-from fusecheck.target import free_space
+from fusecheck.target import require_space
 from fusecheck.work import Work, reader_of
 
 _SMALL = 32 << 20
@@ -171,8 +171,8 @@ def run_objects(work: Work, target: Target, part: tuple[int, int], on_progress: 
     begin(target, plan, standing)
     good, _ = find_records(target, plan, numbers, standing.names)
     left = [number for number in numbers if number not in good]
-    if not standing.committed:
-        _require_space(plan.out, sum(plan.objects[number].size for number in left))
+    if not standing.committed and not is_remote(plan.out):  # parts may share it, and then the write itself fails
+        require_space(Path(plan.out), sum(plan.objects[number].size for number in left), plan.out)
     try:
         _write(work, target, left, standing, part, on_progress)
     except Committed:
@@ -202,13 +202,6 @@ def _write(
             for item in send(lane, reader, place, tell, sha256=job.options.checksums):
                 record = Record(plan.digest, item.file.path, item.stored, item.written, item.sha256, part)
                 add_record(target, files[item.file.path], record)
-
-
-def _require_space(out: str, needed: int) -> None:
-    """Of a folder; other parts may want the same space, and then the write itself fails."""
-    found = None if is_remote(out) else free_space(Path(out))
-    if found is not None and found < needed:
-        raise SystemFailure("not enough free space", file=out, found=f"{found} bytes", wanted=f"{needed} bytes")
 
 
 def counter(total: int, on_progress: Progress | None) -> OnBytes:

@@ -30,7 +30,8 @@ def is_recorded(source: Checkpoint, manifest: Manifest) -> bool:
     return found == {name: shard.header_digest for name, shard in manifest.source_shards.items()}
 
 
-def recorded_place(manifest: Manifest) -> str:
+def source_in_words(manifest: Manifest) -> str:
     """What the manifest calls it, for people."""
-    where = manifest.provenance
-    return shown(str(where.folder or where.repo_id or where.url))
+    named = manifest.provenance
+    where = named.folder or named.repo_id or named.url
+    return f"the source {shown(where)}" if where is not None else "the source, whose path is no Unicode text,"

@@ -84,13 +84,13 @@ def free_space(path: Path) -> int | None:
     return None
 
 
-def require_space(target: Target, needed: int) -> None:
+def require_space(path: Path, needed: int, shown: str) -> None:
     """Fail before the first byte is written. Call it within `staging_folder`, which frees what dead runs occupy."""
-    found = free_space(target.path)
+    found = free_space(path)
     if found is not None and found < needed:
         raise SystemFailure(
             "not enough free space",
-            file=target.shown,
+            file=shown,
             found=size_text(found),
             wanted=size_text(needed),
             remedy="free some, or choose another disk",

@@ -378,7 +378,7 @@ def test_version_and_help(call: Call) -> None:
 
 def test_help_of_80_columns_breaks_no_option(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for verb in ("fuse", "unfuse", "verify", "bench", "inspect"):
+    for verb in ("fuse", "unfuse", "verify", "bench", "inspect", "plan", "run", "finalize"):
         out = call(verb, "-h")[1]
         assert not re.search(r"\w-\n", out), out
         [line] = [line for line in call("-h")[1].splitlines() if line.startswith(f"  {verb} ")]
@@ -430,7 +430,7 @@ def test_a_full_stdout_is_a_failure(
 def test_a_full_stdout_still_gets_its_error_told(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = run("verify", tmp_path / "absent", "--json", stdout=full.fileno())
-    assert (done.returncode, "OUT is no folder" in one_error(done.stderr)) == (2, True)
+    assert (done.returncode, "OUT does not exist" in one_error(done.stderr)) == (2, True)
 
 
 def test_a_full_stderr_is_no_failure(source: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_manifests_say_what_the_text_says() -> None:
     deployment, job = documents("initcontainer.yaml")
     assert (deployment["kind"], job["kind"]) == ("Deployment", "Job")
     rules = {rule["action"]: rule for rule in job["spec"]["podFailurePolicy"]["rules"]}
-    assert rules["FailJob"]["onExitCodes"] == {"containerName": "fuse", "operator": "NotIn", "values": [4]}
+    assert rules["FailJob"]["onExitCodes"] == {"containerName": "fuse", "operator": "In", "values": [2, 3, 70]}
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     assert next(iter(rules)) == "Ignore"
     for container in fuse_containers():

@@ -149,7 +149,7 @@ def test_finalize_names_the_part_to_run_again(plan: Path, call: Call, tmp_path: 
     fusecheck.run_part(plan, part=1, parts=4)
     lost = next((tmp_path / "out").glob("model-*.safetensors"))
     lost.unlink()
-    with pytest.raises(SystemFailure, match=f"{lost.name}: is missing"):
+    with pytest.raises(SystemFailure, match=f"{lost.name}: does not stand"):
         fusecheck.finalize(plan)
 
 
@@ -157,7 +157,7 @@ def test_an_object_that_was_overwritten_is_no_object_of_the_plan(plan: Path, tmp
     fusecheck.run_part(plan)
     shard = next((tmp_path / "out").glob("model-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
-    with pytest.raises(SystemFailure, match="is missing at OUT, or has no record"):
+    with pytest.raises(SystemFailure, match="does not stand at OUT with its record"):
         fusecheck.finalize(plan)
     assert fusecheck.run_part(plan).written == (shard.name,)
     assert fusecheck.finalize(plan).verdict == "committed"
@@ -195,7 +195,7 @@ def test_a_record_of_which_a_bit_fell_over_is_none(source: Path, plan: Path, tmp
     text = path.read_bytes()
     for at in range(0, len(text) - 1, 23):
         path.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
-        with pytest.raises(SystemFailure, match="is missing at OUT, or has no record"):
+        with pytest.raises(SystemFailure, match="does not stand at OUT with its record"):
             fusecheck.finalize(plan)
     assert len(fusecheck.run_part(plan).written) == 1
     fusecheck.finalize(plan)
@@ -451,7 +451,7 @@ def test_a_place_that_json_cannot_hold_is_refused(source: Path, tmp_path: Path) 
 
 
 def test_space_is_looked_at_before_the_first_byte(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusecheck.parts.free_space", lambda _: 1000)
+    monkeypatch.setattr("fusecheck.target.free_space", lambda _: 1000)
     with pytest.raises(SystemFailure, match="not enough free space"):
         fusecheck.run_part(plan)
     assert folder_files(tmp_path / "out") == {}

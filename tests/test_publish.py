@@ -306,7 +306,7 @@ def test_real_mounts(top: Path, source: Path) -> None:
         run(top / "out dir" / "model")
         target = check_target(top / "out dir" / "a" / "b", source, force=True)
         with staging_folder(target), pytest.raises(SystemFailure, match=r"found .*, wanted 2\.0 MB"):
-            require_space(target, 2_000_000)
+            require_space(target.path, 2_000_000, target.shown)
         subprocess.run(["mount", "-o", "remount,ro", str(top / "out dir")], check=True)
         with pytest.raises(SystemFailure, match="read-only"):
             check_target(top / "out dir" / "other", source, force=True)
@@ -986,12 +986,12 @@ def test_free_space(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found
     assert found > 0
     target = check_target(top / "out", None, force=False)
-    require_space(target, 1)
+    require_space(target.path, 1, target.shown)
     with pytest.raises(SystemFailure, match=r"top/out: not enough free space: found [\d.]+ .B, wanted 4611\.7 PB"):
-        require_space(target, 1 << 62)
+        require_space(target.path, 1 << 62, target.shown)
     monkeypatch.setattr(os, "statvfs", failing(os.statvfs, errno.ENOSYS))
     assert free_space(top) is None
-    require_space(target, 1 << 62)
+    require_space(target.path, 1 << 62, target.shown)
 
 
 def test_every_failure_has_an_exit_code() -> None:

@@ -25,7 +25,7 @@ from fusecheck.measure.values import LoadBench, ProjectionBench
 from fusecheck.measure.words import summarise
 from fusecheck.model import survey
 from fusecheck.reader import Progress
-from fusecheck.source import is_recorded, recorded_folder, recorded_place
+from fusecheck.source import is_recorded, recorded_folder, source_in_words
 
 if TYPE_CHECKING:
     import torch
@@ -186,10 +186,9 @@ def _open_source(
     if manifest is None:
         notes.append(f"no source is recorded: {gone}")
         return None
-    where = recorded_place(manifest)
     folder = recorded_folder(out, manifest)
     if folder is None:
-        notes.append(f"the source {where} is not there: {gone}")
+        notes.append(f"{source_in_words(manifest)} is not there: {gone}")
         return None
     try:
         opened = open_checkpoint(folder, follow_links=True)
@@ -198,7 +197,7 @@ def _open_source(
         return None
     if digest.available() and not is_recorded(opened, manifest):
         opened.files.close()
-        notes.append(f"what is at {where} is not the recorded source: {gone}")
+        notes.append(f"what is at the recorded place is not the recorded source: {gone}")
         return None
     return opened
 

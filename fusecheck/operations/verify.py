@@ -198,7 +198,8 @@ def _check_folder(case: Case, out: Checkpoint) -> None:
     if manifest is not None:
         known |= manifest.side_files.keys()
         case.findings += check_manifest(manifest, out, case.config, model, case.origin)
-    case.notes += notes(out, known, ours=manifest is not None)
+    told = source is not None or manifest is not None
+    case.notes += notes(out, known if told else None, ours=manifest is not None)
 
 
 def _conclude(case: Case, lab: Lab, projections: tuple[ProjectionCheck, ...], seed: int) -> VerifyReport:

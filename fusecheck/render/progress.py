@@ -22,14 +22,18 @@ class Lines:
         self._steps = steps
         self._doing = doing
         self._tell = tell
-        self._last = self._began = time.monotonic()
+        self._last = time.monotonic()
         self._share = 0.0
+        self._first: tuple[float, int] | None = None
+        """When the first bytes were done, and how many: what is made ready before them says nothing of the rate."""
 
     def update(self, done: int, total: int) -> None:
         """Print a line when enough has happened, but never more than one a second."""
         now, share = time.monotonic(), done / total if total else 1.0
+        self._first = self._first or (now, done)
         if now - self._last >= _LINE_SECONDS or (share - self._share >= _LINE_SHARE and now - self._last >= 1):
-            rate = done / (now - self._began) if now > self._began else 0.0
+            began, before = self._first
+            rate = (done - before) / (now - began) if now > began else 0.0
             line = f"{self._doing}: {share:.0%}, {decimal(done)} of {decimal(total)}, {decimal(int(rate))}/s"
             line = f"{self._doing}: {done} of {total}" if self._steps else line
             self._tell(line)
