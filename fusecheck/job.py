@@ -19,8 +19,8 @@ from fusecheck.durable import write_file
 from fusecheck.errors import CheckpointError, FusecheckError, UsageError
 from fusecheck.execute import Written, execute
 from fusecheck.files import same_bytes
-from fusecheck.header import strict_json
 from fusecheck.hub import shard_groups
+from fusecheck.json_text import strict_json
 from fusecheck.manifest import (
     DroppedTensor,
     FileEntry,

@@ -14,7 +14,7 @@ from typing import cast, get_args
 
 from fusecheck.engines.vllm_sharded import MAX_TP
 from fusecheck.errors import CheckpointError, SystemFailure
-from fusecheck.header import strict_json
+from fusecheck.json_text import strict_json
 from fusecheck.mapping import ShardId
 from fusecheck.provenance import Provenance, provenance_fields, read_provenance
 from fusecheck.sidefiles import MANIFEST

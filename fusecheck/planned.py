@@ -14,8 +14,8 @@ from typing import TypeVar, get_args
 
 from fusecheck.digest import digest_of
 from fusecheck.errors import CheckpointError, UsageError
-from fusecheck.header import strict_json
 from fusecheck.job import Options
+from fusecheck.json_text import strict_json
 from fusecheck.mapping import Experts
 from fusecheck.origin import Reading
 from fusecheck.provenance import Provenance, provenance_fields, read_provenance
