@@ -29,12 +29,11 @@ from fusecheck.plan import (
     index_text,
     plan_shard,
     recorded_index,
-    split_tensors,
-    weight_shape,
     whole_file,
 )
 from fusecheck.shards import INDEX, SHARD_NAME, natural_key
 from fusecheck.sidefiles import MANIFEST
+from fusecheck.splitting import split_tensors, weight_shape
 from fusecheck.whole import whole_tensors
 
 MAX_ORDERS = 120

@@ -106,7 +106,7 @@ def axis_of(cut: Cut, suffix: str) -> int | None:
 def rank_tensors(
     view: Mapping[str, TensorInfo], model: Model, config: ModelConfig, ranks: Ranks
 ) -> list[list[OutputTensor]]:
-    """What each wanted rank holds, in one order for all. `view` is the split form (`plan.split_view`).
+    """What each wanted rank holds, in one order for all. `view` is the split form (`splitting.split_view`).
 
     UnsupportedCheckpoint for a tensor that has no place there, or that is absent: the engine would refuse the key set.
     """
