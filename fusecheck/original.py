@@ -16,7 +16,6 @@ from fusecheck.files import MAX_JSON_BYTES
 from fusecheck.forms import Join
 from fusecheck.group import FusedTensor
 from fusecheck.header import metadata_orders
-from fusecheck.job import side_files
 from fusecheck.manifest import Manifest, SourceShard, TensorEntry
 from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY, ShardRows
 from fusecheck.model import Model, survey
@@ -31,6 +30,7 @@ from fusecheck.plan import (
     recorded_index,
     whole_file,
 )
+from fusecheck.produce import side_files
 from fusecheck.shards import INDEX, SHARD_NAME, natural_key
 from fusecheck.sidefiles import MANIFEST
 from fusecheck.splitting import split_tensors, weight_shape
