@@ -42,9 +42,9 @@ from fusecheck.presharding import RankFiles, rank_files, rank_warnings, ranks_en
 from fusecheck.produce import side_files, write_files
 from fusecheck.provenance import Provenance
 from fusecheck.quantisation import MODULES, gptq_modules
+from fusecheck.ranks import Ranks
 from fusecheck.reader import Progress, Reader
 from fusecheck.record import checksums_text, file_digest, piece_digests, same_weights, source_shards, tensor_entries
-from fusecheck.sharding import Ranks
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.stack import halved_wrongly

@@ -16,7 +16,8 @@ from fusecheck.hub import shard_groups
 from fusecheck.manifest import DroppedTensor, RanksEntry
 from fusecheck.model import Model
 from fusecheck.plan import OutputTensor, PlannedShard, merge_metadata, plan_shard
-from fusecheck.sharding import HEAD, Ranks, check_ranks, rank_tensors
+from fusecheck.ranks import Ranks, check_ranks
+from fusecheck.sharding import HEAD, rank_tensors
 from fusecheck.splitting import split_view
 
 
