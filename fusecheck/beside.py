@@ -11,7 +11,8 @@ from fusecheck.config import CONFIG
 from fusecheck.errors import CheckpointError, shown
 from fusecheck.exact import Finding
 from fusecheck.files import same_bytes
-from fusecheck.header import TensorInfo, strict_json
+from fusecheck.header import TensorInfo
+from fusecheck.json_text import strict_json
 from fusecheck.mapping import OWN_KEY
 from fusecheck.quantisation import MODULES
 from fusecheck.shards import INDEX

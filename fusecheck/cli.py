@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import errno
-import os
 import sys
-import traceback
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -37,15 +30,16 @@ from fusecheck.cli_options import (
     ReportFile,
     Revision,
     Seed,
+    SplitSource,
     TargetLayout,
     TensorParallel,
     Threads,
     Verbose,
     size_in_bytes,
 )
-from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, UsageError
-from fusecheck.render import Screen, discard, error_fields, prepare_streams, to_json
-from fusecheck.signals import ignore_signals, signals_as_exceptions
+from fusecheck.cli_process import leave_with
+from fusecheck.render import Screen, to_json
+from fusecheck.report_file import require_place, write_report
 
 app = typer.Typer(
     name="fusecheck",
@@ -177,10 +171,7 @@ def unfuse(
 def verify(
     out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint: a folder, or a URL.")],
     *,
-    source: Annotated[
-        str | None,
-        typer.Option("--source", metavar="SRC", help="The split checkpoint; default: what OUT's manifest names."),
-    ] = None,
+    source: SplitSource = None,
     layer: Annotated[
         list[int] | None,
         typer.Option(
@@ -207,7 +198,7 @@ def verify(
     """
     from fusecheck.operations.verify import verify as operation  # noqa: PLC0415
 
-    _require_place(report_file)
+    require_place(report_file)
     screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
     with screen.progress() as phase:
         report = operation(
@@ -226,7 +217,7 @@ def verify(
     if report_file is not None:  # before the JSON document: one that fails is the only one
         from fusecheck.html.verify import verify_html  # noqa: PLC0415
 
-        _write_report(report_file, verify_html(report), failed=report.verdict != "equal")
+        write_report(report_file, verify_html(report), failed=report.verdict != "equal")
     if as_json:
         screen.result(to_json(report.verdict, report))
     if report.verdict != "equal":
@@ -237,10 +228,7 @@ def verify(
 def bench(
     out: Annotated[str, typer.Argument(metavar="OUT", help="A fused checkpoint folder.")],
     *,
-    source: Annotated[
-        str | None,
-        typer.Option("--source", metavar="SRC", help="The split checkpoint; default: what OUT's manifest names."),
-    ] = None,
+    source: SplitSource = None,
     device: Device = "auto",
     layer: Annotated[int, typer.Option("--layer", metavar="N", min=0, help="The layer that is measured.")] = 0,
     seed: Seed = 0,
@@ -256,7 +244,7 @@ def bench(
     """
     from fusecheck.operations.bench import bench as operation  # noqa: PLC0415
 
-    _require_place(report_file)
+    require_place(report_file)
     screen = Screen(quiet=quiet, verbose=verbose, progress=not no_progress)
     with screen.progress(steps=True) as phase:
         report = operation(out, source=source, device=device, layer=layer, seed=seed, on_progress=phase("measuring"))
@@ -265,33 +253,9 @@ def bench(
     if report_file is not None:
         from fusecheck.html.bench import bench_html  # noqa: PLC0415
 
-        _write_report(report_file, bench_html(report))
+        write_report(report_file, bench_html(report))
     if as_json:
         screen.result(to_json(report.verdict, report))
-
-
-def _require_place(path: str | None) -> None:
-    """A report that has nowhere to go is refused before the work, not after it."""
-    if path is None:
-        return
-    folder = Path(path).parent
-    if not path or Path(path).is_dir():
-        raise UsageError("--report is a folder", file=path, remedy="name a file")
-    if not folder.is_dir():
-        raise UsageError(f"--report cannot be written: there is no folder {folder}", file=path, remedy="make it first")
-
-
-def _write_report(path: str, page: str, *, failed: bool = False) -> None:
-    """Write a page; where that fails, a run that found a difference still says so by its exit code."""
-    from fusecheck.durable import replace_file  # noqa: PLC0415
-
-    sys.stdout.flush()  # the page may go to stdout too
-    try:
-        replace_file(Path(path), page.encode())
-    except SystemFailure as error:
-        if not failed:
-            raise
-        Screen().error(error)
 
 
 @app.command(epilog=EPILOG)
@@ -324,81 +288,7 @@ app.registered_commands += jobs.registered_commands
 
 def main() -> NoReturn:
     """Run the command line and leave with the documented exit code."""
-    prepare_streams()
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch's; nothing here needs NumPy
-    arguments = sys.argv[1:]
-    atexit.register(ignore_signals)
-    with signals_as_exceptions():  # to the very end: a second Ctrl-C while the first is told must not be a traceback
-        try:
-            code = _guarded(lambda: _run(arguments), arguments)
-            code = _guarded(_flush, arguments) or code
-        except Interrupted as late:  # it came while an error was told
-            code = late.exit_code
-    sys.exit(code)
-
-
-def _run(arguments: list[str]) -> int:
-    try:
-        code = app(arguments or ["--help"], standalone_mode=False)
-    except typer.TyperException as error:
-        raise UsageError(
-            error.format_message().replace("Value error, ", "").rstrip(".?"), remedy="see --help"
-        ) from None
-    except typer.Abort:
-        raise Interrupted(2) from None
-    except SystemExit as error:
-        if not isinstance(error.__context__, BrokenPipeError):
-            raise
-        raise error.__context__ from None  # typer answers a closed pipe with 1, which means NOT equal
-    if not arguments:
-        return UsageError.exit_code  # the help is shown, yet nothing was asked for
-    return code if isinstance(code, int) else 0
-
-
-def _flush() -> int:
-    """Buffered output must fail here, not in the interpreter's exit, where nobody sees the code."""
-    sys.stdout.flush()
-    return 0
-
-
-def _guarded(action: Callable[[], int], arguments: list[str]) -> int:
-    try:
-        return action()
-    except BrokenPipeError:
-        discard(1)  # a reader that has seen enough is no failure
-        return 0
-    except FusecheckError as error:
-        failure = error
-    except Interrupted as error:
-        failure = FusecheckError(str(error))
-        failure.exit_code = error.exit_code
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            failure = UsageError("no file can have a name this long", file=str(error.filename))
-        else:
-            failure = SystemFailure.from_os(error, str(error.filename or "stdout"), "write")
-        if error.filename is None:
-            discard(1)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: a bug is named and reported, never a traceback
-        failure = FusecheckError(
-            f"a bug in fusecheck: {type(error).__name__}: {error}", remedy="set FUSECHECK_DEBUG=1, report it"
-        )
-        failure.__cause__ = error
-    if os.environ.get("FUSECHECK_DEBUG") == "1":
-        traceback.print_exception(failure)
-    return _report_failure(failure, arguments)
-
-
-def _report_failure(failure: FusecheckError, arguments: list[str]) -> int:
-    if "--json" in arguments and failure.exit_code != 1:
-        refused = "--dry-run" in arguments and isinstance(failure, CheckpointError)
-        try:
-            sys.stdout.write(to_json("would_refuse" if refused else "error", error_fields(failure)) + "\n")
-            sys.stdout.flush()
-        except OSError:  # stderr still says it
-            discard(1)
-    Screen().error(failure)
-    return failure.exit_code
+    leave_with(app, sys.argv[1:])
 
 
 if __name__ == "__main__":

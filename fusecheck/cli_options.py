@@ -20,6 +20,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but erro
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more: what was measured or left out, and why.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No progress bar or lines.")]
 
+SplitSource = Annotated[
+    str | None,
+    typer.Option("--source", metavar="SRC", help="The split checkpoint; default: what OUT's manifest names."),
+]
 Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
 Seed = Annotated[
     int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the random hidden states.")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint, shown
-from fusecheck.header import strict_json
+from fusecheck.json_text import strict_json
 from fusecheck.mapping import (
     FAMILIES,
     GATE_UP,

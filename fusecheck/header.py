@@ -1,4 +1,4 @@
-"""safetensors headers and strict JSON <-> values. Pure: bytes in, values out, no file is opened here.
+"""safetensors headers <-> values. Pure: bytes in, values out, no file is opened here.
 
 The format (github.com/huggingface/safetensors, README "Format"): 8 bytes little-endian length N, N bytes of JSON, then the
 data. The JSON maps each tensor name to {"dtype", "shape", "data_offsets": [begin, end)} counted from the start of the
@@ -9,17 +9,16 @@ data; ranges must tile the data exactly. Rust's `Metadata::validate` is the refe
 from __future__ import annotations
 
 import json
-import math
-import re
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, permutations
+from itertools import permutations
 from operator import itemgetter
 from typing import NamedTuple
 
 from fusecheck.errors import CheckpointError, invisible
+from fusecheck.json_text import MAX_ENTRIES, strict_json
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -55,20 +54,7 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024
 LIBRARY_HEADER_BYTES = 100_000_000
 """Largest header that the library reads, and so the most that MAX_HEADER_BYTES can be raised to."""
 
-MAX_ENTRIES = 100_000
-"""Most tensors in one header, and most containers in any JSON text."""
-
-MAX_DEPTH = 64
-"""Deepest nesting of any JSON text; serde refuses at 128."""
-
 _U64 = 2**64 - 1
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""A JSON string. The closing quote is optional, or every quote of an unclosed string would scan to the end again."""
-
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_BRACKET = re.compile(r"[\[\]{}]")
-_STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
-_TO_BRACKETS = str.maketrans(dict.fromkeys(map(chr, range(128))) | {bracket: bracket for bracket in _STEP})
 _TO_TOKENS = str.maketrans(dict.fromkeys("[]{},: \t\n\r", " ") | dict.fromkeys("0123456789", "0"))
 
 
@@ -150,12 +136,7 @@ def _compact(value: object) -> bytes:
 
 def parse_header(blob: bytes, *, shard: str, data_bytes: int) -> Header:
     """The JSON part of a header, checked against the `data_bytes` that follow it. CheckpointError names shard and tensor."""
-    text = _decode(blob, shard)
-    bare = _without_strings(text)
-    _check_bounds(bare, shard, 5 * MAX_ENTRIES)
-    if not _only_header_tokens(bare):
-        raise CheckpointError("header holds something other than names, whole numbers, lists and objects", file=shard)
-    entries = _loads(text, shard)
+    entries = strict_json(blob, file=shard, members=5 * MAX_ENTRIES, surrogates=True, outside=_check_tokens)
     if not isinstance(entries, dict):
         raise CheckpointError("header is not a JSON object", file=shard, found=type(entries).__name__, wanted="object")
     metadata = _metadata(entries.pop("__metadata__", None), shard)
@@ -168,88 +149,11 @@ def parse_header(blob: bytes, *, shard: str, data_bytes: int) -> Header:
     return Header(metadata, tuple(tensors))
 
 
-def strict_json(blob: bytes, *, file: str, constants: bool = False, members: int = MAX_ENTRIES) -> object:
-    """JSON as exactly one reading allows: UTF-8 without BOM, no duplicate keys, bounded depth and size.
-
-    `constants` admits NaN and Infinity, which transformers writes into config.json. CheckpointError names the file.
-    """
-    text = _decode(blob, file)
-    _check_bounds(_without_strings(text), file, members)
-    value = _loads(text, file, constants=constants)
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise CheckpointError("holds a lone surrogate, which is no Unicode text", file=file) from None
-    return value
-
-
-def _decode(blob: bytes, file: str) -> str:
-    if blob.startswith(b"\xef\xbb\xbf"):
-        raise CheckpointError("starts with a byte order mark; JSON has none", file=file)
-    try:
-        return blob.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"is not UTF-8 at byte {error.start}", file=file) from None
-
-
-def _without_strings(text: str) -> str:
-    """What stands between the strings. Where nothing is escaped, every second piece between quotes is a string."""
-    return _STRING.sub("", text) if "\\" in text else "".join(text.split('"')[::2])
-
-
-def _only_header_tokens(bare: str) -> bool:
-    """Whether nothing but brackets, commas, colons, whitespace, null and numbers of at most 20 digits stands there."""
+def _check_tokens(bare: str, shard: str) -> None:
+    """Nothing but brackets, commas, colons, whitespace, null and numbers of at most 20 digits stands there."""
     kept = bare.replace("null", " ").translate(_TO_TOKENS)
-    return not kept.strip("0 ") and "0" * 21 not in kept
-
-
-def _check_bounds(bare: str, file: str, members: int) -> None:
-    """Bound nesting, members and containers before json runs: its scanner recurses, and each of them costs memory."""
-    if bare.count(":") > members:
-        raise CheckpointError("JSON has too many members", file=file, found=bare.count(":"), wanted=f"<= {members}")
-    if sum(map(bare.count, _STEP)) > 6 * MAX_ENTRIES + 16:
-        raise CheckpointError("JSON has too many lists and objects", file=file)
-    if not _is_shallow(bare) and _depth(bare) > MAX_DEPTH:
-        raise CheckpointError(f"JSON is nested deeper than {MAX_DEPTH}", file=file)
-
-
-def _is_shallow(bare: str) -> bool:
-    """Whether taking the innermost pairs of brackets away a few times leaves none: quick, and true of most files."""
-    left = bare.translate(_TO_BRACKETS) if bare.isascii() else "".join(_BRACKET.findall(bare))
-    for _ in range(4):
-        left = left.replace("[]", "").replace("{}", "")
-    return not left
-
-
-def _depth(bare: str) -> int:
-    return max(accumulate(_STEP[bracket] for bracket in _BRACKET.findall(bare)), default=0)
-
-
-def _loads(text: str, file: str, *, constants: bool = False) -> object:
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise CheckpointError("the same key stands twice in one JSON object", file=file, tensor=twice)
-        return found
-
-    def constant(name: str) -> float:
-        if not constants:
-            raise CheckpointError("holds a number that is not finite", file=file, found=name)
-        return float(name.replace("Infinity", "inf"))
-
-    def number(digits: str) -> float:
-        value = float(digits)
-        return value if math.isfinite(value) else constant(digits)
-
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=constant, parse_float=number)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not valid JSON: {error}", file=file) from None
+    if kept.strip("0 ") or "0" * 21 in kept:
+        raise CheckpointError("header holds something other than names, whole numbers, lists and objects", file=shard)
 
 
 def _metadata(value: object, shard: str) -> Mapping[str, str] | None:

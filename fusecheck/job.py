@@ -1,15 +1,11 @@
-"""What a run of fuse will write, decided as a whole before the first byte; its manifest; whether it stands there already.
-
-And what every verb that writes a checkpoint does alike: side files, the staging folder, progress.
-"""
+"""What a run of fuse will write, decided as a whole before the first byte; its manifest; whether it stands there already."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import fusecheck
 from fusecheck.checkpoint import Checkpoint
@@ -17,10 +13,10 @@ from fusecheck.config import CONFIG
 from fusecheck.digest import digest_over
 from fusecheck.durable import write_file
 from fusecheck.errors import CheckpointError, FusecheckError, UsageError
-from fusecheck.execute import Written, execute
+from fusecheck.execute import Written
 from fusecheck.files import same_bytes
-from fusecheck.header import strict_json
 from fusecheck.hub import shard_groups
+from fusecheck.json_text import strict_json
 from fusecheck.manifest import (
     DroppedTensor,
     FileEntry,
@@ -41,20 +37,18 @@ from fusecheck.plan import (
     merge_metadata,
     output_tensors,
     plan_shards,
-    whole_file,
 )
 from fusecheck.presharding import RankFiles, rank_files, rank_warnings, ranks_entry, wanted_ranks
+from fusecheck.produce import side_files, write_files
 from fusecheck.provenance import Provenance
-from fusecheck.publish import TargetTaken, staging_folder
 from fusecheck.quantisation import MODULES, gptq_modules
+from fusecheck.ranks import Ranks
 from fusecheck.reader import Progress, Reader
 from fusecheck.record import checksums_text, file_digest, piece_digests, same_weights, source_shards, tensor_entries
-from fusecheck.sharding import Ranks
 from fusecheck.shards import INDEX
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST
 from fusecheck.stack import halved_wrongly
 from fusecheck.standing import holds, same_pieces
-from fusecheck.target import Target, TargetOccupied, check_target, require_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +155,6 @@ def _grouping(outputs: Sequence[OutputTensor], options: Options) -> list[list[Ou
     return [[by_name[name] for name in group] for group in groups]
 
 
-def side_files(checkpoint: Checkpoint) -> list[PlannedFile]:
-    """Every side file, byte for byte."""
-    return [whole_file(side.path, side.size) for side in checkpoint.side_files]
-
-
 def _config_text(checkpoint: Checkpoint, model: Model) -> bytes:
     """config.json, with GPTQ's list of quantised modules where it is needed: the only edit there is.
 
@@ -200,43 +189,6 @@ def _drop_head(checkpoint: Checkpoint, model: Model) -> dict[str, DroppedTensor]
     return {head.name: DroppedTensor(head.shard, twin.name)}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended, and what did not work although OUT is right."""
-
-    kind: Literal["written", "would_write", "stands"]
-    warnings: tuple[str, ...] = ()
-
-
-def produce(
-    out: Path,
-    source: Path | None,
-    *,
-    size: int,
-    force: bool,
-    dry_run: bool,
-    write: Callable[[Target, Path], Iterable[str]],
-    stands: Callable[[], bool],
-) -> Outcome:
-    """Let `write` fill a staging folder with `size` bytes, and publish it as `out`; `write` returns its warnings.
-
-    Where OUT is taken, before or meanwhile, `stands` says whether it is this very result.
-    """
-    try:
-        target = check_target(out, source, force=force)
-        if dry_run:
-            return Outcome("would_write")
-        with staging_folder(target) as staging:
-            require_space(target.path, size, target.shown)
-            warnings = write(target, staging.path)
-            staging.commit()
-    except (TargetOccupied, TargetTaken):
-        if not stands():
-            raise
-        return Outcome("stands")
-    return Outcome("written", (*warnings, *staging.warnings))
-
-
 def carry_out(
     job: Job, reader: Reader, folder: Path, provenance: Provenance, *, threads: int, on_progress: Progress | None
 ) -> Manifest:
@@ -248,21 +200,6 @@ def carry_out(
     if job.options.checksums:
         write_file(folder / CHECKSUMS, checksums_text(folder, [*(file.path for file in job.files), MANIFEST]))
     return manifest
-
-
-def write_files(
-    files: Sequence[PlannedFile], reader: Reader, folder: Path, *, threads: int, on_progress: Progress | None
-) -> tuple[Written, ...]:
-    """`execute`, with progress counted against the whole."""
-    total, done = sum(file.size for file in files), 0
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_progress is not None:
-            on_progress(done, total)
-
-    return execute(files, reader, folder, threads=threads, on_bytes=on_bytes)
 
 
 def manifest_of(job: Job, written: Sequence[Written], provenance: Provenance) -> Manifest:

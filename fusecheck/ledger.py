@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fusecheck.digest import digest_of
 from fusecheck.errors import CheckpointError, UsageError
 from fusecheck.execute import Written
-from fusecheck.header import strict_json
+from fusecheck.json_text import strict_json
 from fusecheck.planned import Plan, PlannedObject
 from fusecheck.reader import StoredFile
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST, OWN

@@ -1,7 +1,6 @@
 """The Linear family of the engines, small: parameters of the engine's shape, and the `weight_loader` that fills them.
 
-A fused parameter is built here as an engine builds it, one split tensor at a time: narrow to the rows of the shard,
-then `copy_`. No arithmetic, no dtype change, so the bytes of the result are the bytes of the parts.
+A tensor is loaded as an engine loads it: narrow to this rank's run, then `copy_`. No arithmetic, no dtype change.
 
 TP rank and TP size are arguments, never global state, and nothing here communicates: a `RowParallelLinear` returns
 its rank's summand, and the caller adds them up. Names and signatures are those of vLLM and nano-vllm.
@@ -9,19 +8,14 @@ its rank's summand, and the caller adds them up. Names and signatures are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the field's name for it
 from torch import Tensor, nn
 
 from fusecheck.errors import CheckpointError, UsageError
-
-ShardId: TypeAlias = int | str
-"""Which part of a fused parameter: "q", "k" or "v"; 0 for gate and 1 for up."""
 
 
 class LoadableParameter(nn.Parameter):
@@ -31,7 +25,7 @@ class LoadableParameter(nn.Parameter):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class Placed:
     """Where one loaded tensor goes, in indices along `dim`: its [start, start + shard_size) to shard_offset here."""
 
     name: str
@@ -85,9 +79,9 @@ class LinearBase(nn.Module):
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
         """Copy a whole tensor of the parameter's own shape and dtype; raises `CheckpointError` for any other."""
         rows = param.shape[0]
-        self._load(param, loaded_weight, _Shard("the tensor", 0, rows, 0, rows))
+        self._load(param, loaded_weight, Placed("the tensor", 0, rows, 0, rows))
 
-    def _load(self, param: nn.Parameter, loaded: Tensor, shard: _Shard) -> None:
+    def _load(self, param: nn.Parameter, loaded: Tensor, shard: Placed) -> None:
         wanted = list(param.shape)
         wanted[shard.dim] = shard.loaded_size
         if list(loaded.shape) != wanted:
@@ -122,13 +116,13 @@ class ColumnParallelLinear(LinearBase):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        rows = _divide(output_size, tp_size, "output_size")
+        rows = divided(output_size, tp_size, "output_size")
         super().__init__(input_size, rows, bias, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, device=device)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
         """Copy this rank's rows of a whole weight or bias; raises `CheckpointError` for a wrong shape or dtype."""
         rows = self.output_size
-        self._load(param, loaded_weight, _Shard("the tensor", 0, rows, self.tp_rank * rows, self.tp_size * rows))
+        self._load(param, loaded_weight, Placed("the tensor", 0, rows, self.tp_rank * rows, self.tp_size * rows))
 
 
 class RowParallelLinear(LinearBase):
@@ -148,7 +142,7 @@ class RowParallelLinear(LinearBase):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        columns = _divide(input_size, tp_size, "input_size")
+        columns = divided(input_size, tp_size, "input_size")
         super().__init__(columns, output_size, bias, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, device=device)
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor) -> None:
@@ -158,143 +152,11 @@ class RowParallelLinear(LinearBase):
             return
         columns = self.input_size
         whole = self.tp_size * columns
-        self._load(param, loaded_weight, _Shard("the tensor", 0, columns, self.tp_rank * columns, whole, dim=1))
+        self._load(param, loaded_weight, Placed("the tensor", 0, columns, self.tp_rank * columns, whole, dim=1))
 
     def forward(self, x: Tensor) -> Tensor:
         """One GEMM: x [..., input_size / tp_size] -> this rank's summand [..., output_size]."""
         return F.linear(x, self.weight, self.bias if self.tp_rank == 0 else None)
-
-
-class _FusedLinear(LinearBase):
-    """A parameter made of parts along dim 0. `shards` says where each part goes, by shard_id, in the fused order."""
-
-    shards: Mapping[ShardId, _Shard]
-
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Tensor, loaded_shard_id: ShardId | None = None) -> None:
-        """Copy this rank's rows of one part (whole, as the checkpoint has it) to the part's shard_offset.
-
-        Without a shard_id the tensor is a fused one: all parts, in order, at TP size 1. Raises `UsageError` for an
-        unknown shard_id, `CheckpointError` for a wrong shape or dtype. Works for weight and bias alike.
-        """
-        if loaded_shard_id is None:
-            self._load_fused(param, loaded_weight)
-            return
-        # True == 1 and 0.0 == 0 as keys, but neither is a shard_id
-        if type(loaded_shard_id) not in {int, str} or loaded_shard_id not in self.shards:
-            problem = f"unknown shard_id for {type(self).__name__}"
-            raise UsageError(problem, found=repr(loaded_shard_id), wanted=list(self.shards))
-        self._load(param, loaded_weight, self.shards[loaded_shard_id])
-
-    def _load_fused(self, param: nn.Parameter, loaded: Tensor) -> None:
-        wanted = [sum(shard.loaded_size for shard in self.shards.values()), *param.shape[1:]]
-        if list(loaded.shape) != wanted:
-            problem = f"cannot load a fused tensor into {type(self).__name__}: wrong shape"
-            raise CheckpointError(problem, found=list(loaded.shape), wanted=wanted)
-        start = 0
-        for shard in self.shards.values():
-            self._load(param, loaded.narrow(0, start, shard.loaded_size), shard)
-            start += shard.loaded_size
-
-
-class MergedColumnParallelLinear(_FusedLinear):
-    """Several projections of one input, one after the other: `gate_up_proj` is [gate; up], shard_ids 0 and 1.
-
-    `output_sizes` are the rows of the whole parts; `weight [sum(output_sizes) / tp_size, input_size]`. Each part is
-    divided by itself, so that a rank holds its gate rows and then its up rows.
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        output_sizes: Sequence[int],
-        bias: bool = False,  # noqa: FBT001, FBT002
-        *,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.output_sizes = tuple(output_sizes)
-        sizes = [_divide(size, tp_size, "an output size") for size in self.output_sizes]
-        offsets = accumulate(sizes, initial=0)
-        self.shards = {
-            number: _Shard(f"shard {number}", offset, size, tp_rank * size, tp_size * size)
-            for number, (offset, size) in enumerate(zip(offsets, sizes, strict=False))
-        }
-        super().__init__(input_size, sum(sizes), bias, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, device=device)
-
-
-class QKVParallelLinear(_FusedLinear):
-    """q, k and v of one attention, whole heads, [all q rows; all k rows; all v rows]; shard_ids "q", "k", "v".
-
-    `weight [(H + 2 K) * head_size, hidden_size]` with this rank's H query and K key/value heads. Fewer key/value heads
-    than ranks are replicated, whole, as vLLM does: rank r of T holds head r // (T / K).
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        head_size: int,
-        total_num_heads: int,
-        total_num_kv_heads: int | None = None,
-        bias: bool = False,  # noqa: FBT001, FBT002
-        *,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        total_kv = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
-        self.head_size, self.total_num_heads, self.total_num_kv_heads = head_size, total_num_heads, total_kv
-        self.num_heads = _divide(total_num_heads, tp_size, "total_num_heads")
-        replicas = 1 if total_kv >= tp_size or total_kv < 1 else _divide(tp_size, total_kv, "tp_size")
-        self.num_kv_heads = 1 if replicas > 1 else _divide(total_kv, tp_size, "total_num_kv_heads")
-        q, kv = self.num_heads * head_size, self.num_kv_heads * head_size
-        kv_start, kv_loaded = tp_rank // replicas * kv, total_kv * head_size
-        self.shards = {
-            "q": _Shard("shard q", 0, q, tp_rank * q, tp_size * q),
-            "k": _Shard("shard k", q, kv, kv_start, kv_loaded),
-            "v": _Shard("shard v", q + kv, kv, kv_start, kv_loaded),
-        }
-        super().__init__(hidden_size, q + 2 * kv, bias, tp_rank=tp_rank, tp_size=tp_size, dtype=dtype, device=device)
-
-
-def build_fused(parts: Mapping[ShardId, Tensor], *, head_size: int | None = None) -> Tensor:
-    """Build a fused tensor as an engine does, each part through the `weight_loader` of an engine's layer.
-
-    `parts`: shard_id -> the whole split weight [rows, in] or bias [rows]; {"q", "k", "v"} makes a `QKVParallelLinear`
-    (which needs `head_size`, in rows), {0, ..., n - 1} a `MergedColumnParallelLinear`. Any order. Returns
-    [sum of rows, in] or [sum of rows] on the parts' device; costs that much memory and no more. Raises
-    `CheckpointError` when the parts do not fit together, `UsageError` for other shard_ids.
-    """
-    if not parts:
-        raise UsageError("no parts to fuse")
-    first = next(iter(parts.values()))
-    if first.dim() not in {1, 2}:
-        raise CheckpointError("a part is neither a weight nor a bias", found=list(first.shape))
-    layer = _layer_for(parts, first, head_size)
-    param = layer.weight if first.dim() == 2 else layer.bias
-    if param is None:
-        raise UsageError("a bias was asked of a layer without one")
-    for shard_id, part in parts.items():
-        param.weight_loader(param, part, shard_id)
-    return param.data
-
-
-def _layer_for(parts: Mapping[ShardId, Tensor], first: Tensor, head_size: int | None) -> _FusedLinear:
-    rows = {shard_id: part.shape[0] if part.dim() else 0 for shard_id, part in parts.items()}
-    bias = first.dim() == 1
-    columns = 0 if bias else first.shape[1]  # of a bias the weight costs nothing
-    if set(parts) == set(range(len(parts))):
-        sizes = [rows[number] for number in range(len(parts))]
-        return MergedColumnParallelLinear(columns, sizes, bias, dtype=first.dtype, device=first.device)
-    if set(parts) != {"q", "k", "v"}:
-        raise UsageError("unknown shard_ids", found=list(parts), wanted="q, k, v, or 0, 1, ...")
-    if head_size is None or head_size < 1:
-        raise UsageError("a qkv projection needs its head_size", found=head_size)
-    heads = _divide(rows["q"], head_size, "the number of q rows", by="head_size")
-    kv_heads = _divide(rows["k"], head_size, "the number of k rows", by="head_size")
-    return QKVParallelLinear(columns, head_size, heads, kv_heads, bias, dtype=first.dtype, device=first.device)
 
 
 def _check_rank(tp_rank: int, tp_size: int) -> None:
@@ -302,7 +164,8 @@ def _check_rank(tp_rank: int, tp_size: int) -> None:
         raise UsageError("no such TP rank", found=f"rank {tp_rank} of {tp_size}", wanted="0 <= rank < size")
 
 
-def _divide(whole: int, pieces: int, what: str, *, by: str = "tp_size") -> int:
+def divided(whole: int, pieces: int, what: str, *, by: str = "tp_size") -> int:
+    """`whole / pieces`. UsageError where that is no whole number."""
     if pieces < 1 or whole % pieces:
         raise UsageError(f"{what} cannot be divided by {by}", found=f"{whole} / {pieces}", wanted="a whole number")
     return whole // pieces

@@ -7,14 +7,15 @@ tensors' digests in file order (each digest as its 32 raw bytes), so that each b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
 from fusecheck.engines.vllm_sharded import MAX_TP
 from fusecheck.errors import CheckpointError, SystemFailure
-from fusecheck.header import strict_json
+from fusecheck.fields import count, digest, rows, table, text, texts
+from fusecheck.json_text import strict_json
 from fusecheck.mapping import ShardId
 from fusecheck.provenance import Provenance, provenance_fields, read_provenance
 from fusecheck.sidefiles import MANIFEST
@@ -195,52 +196,50 @@ def _tensor_fields(entry: TensorEntry) -> dict[str, object]:
 
 
 def _manifest(value: dict[str, object]) -> Manifest:
-    config = _table(value, "config")
+    config = table(value, "config")
     return Manifest(
-        fusecheck_version=_text(value, "fusecheck_version"),
-        layout=_text(value, "layout"),
-        provenance=read_provenance(_table(value, "provenance")),
-        options=_table(value, "options"),
-        source_shards={
-            name: SourceShard(
-                _count(row, "size"), _digest(row), None if row["metadata"] is None else _texts(_table(row, "metadata"))
-            )
-            for name, row in _rows(value, "source_shards")
-        },
-        source_index=None if value["source_index"] is None else _table(value, "source_index"),
+        fusecheck_version=text(value, "fusecheck_version"),
+        layout=text(value, "layout"),
+        provenance=read_provenance(table(value, "provenance")),
+        options=table(value, "options"),
+        source_shards={name: _source_shard(row) for name, row in rows(value, "source_shards")},
+        source_index=None if value["source_index"] is None else table(value, "source_index"),
         files={
-            name: OutputFile(_count(row, "size"), _digest(row), _digest(row, "digest"))
-            for name, row in _rows(value, "files")
+            name: OutputFile(count(row, "size"), digest(row, "header_digest"), digest(row, "digest"))
+            for name, row in rows(value, "files")
         },
-        tensors={name: _tensor_entry(row) for name, row in _rows(value, "tensors")},
-        dropped={
-            name: DroppedTensor(_text(row, "shard"), _text(row, "same_as")) for name, row in _rows(value, "dropped")
-        },
-        left_split=_texts(_table(value, "left_split")),
-        config=FileEntry(_count(config, "size"), _digest(config, "digest")),
+        tensors={name: _tensor_entry(row) for name, row in rows(value, "tensors")},
+        dropped={name: DroppedTensor(text(row, "shard"), text(row, "same_as")) for name, row in rows(value, "dropped")},
+        left_split=texts(table(value, "left_split")),
+        config=FileEntry(count(config, "size"), digest(config, "digest")),
         side_files={
-            name: FileEntry(_count(row, "size"), _digest(row, "digest")) for name, row in _rows(value, "side_files")
+            name: FileEntry(count(row, "size"), digest(row, "digest")) for name, row in rows(value, "side_files")
         },
-        metadata=_texts(_table(value, "metadata")),
-        config_original=None if value["config_original"] is None else _text(value, "config_original"),
-        ranks=_ranks_entry(_table(value, "ranks")) if "ranks" in value else None,
+        metadata=texts(table(value, "metadata")),
+        config_original=None if value["config_original"] is None else text(value, "config_original"),
+        ranks=_ranks_entry(table(value, "ranks")) if "ranks" in value else None,
     )
 
 
+def _source_shard(row: dict[str, object]) -> SourceShard:
+    metadata = None if row["metadata"] is None else texts(table(row, "metadata"))
+    return SourceShard(count(row, "size"), digest(row, "header_digest"), metadata)
+
+
 def _ranks_entry(value: dict[str, object]) -> RanksEntry:
-    numbers, tp = value["numbers"], _count(value, "tp")
+    numbers, tp = value["numbers"], count(value, "tp")
     if not isinstance(numbers, list) or any(type(rank) is not int or not 0 <= rank < tp for rank in numbers):
         raise TypeError("numbers")
     if not 1 <= tp <= MAX_TP:
         raise ValueError(tp)
     return RanksEntry(
-        engine=_text(value, "engine"),
-        versions=_text(value, "versions"),
+        engine=text(value, "engine"),
+        versions=text(value, "versions"),
         tp=tp,
         numbers=tuple(numbers),
-        sources=_texts(_table(value, "sources")),
-        tensors={file: {name: _digests(row, name) for name in row} for file, row in _rows(value, "tensors")},
-        left_out=_texts(_table(value, "left_out")),
+        sources=texts(table(value, "sources")),
+        tensors={file: {name: _digests(row, name) for name in row} for file, row in rows(value, "tensors")},
+        left_out=texts(table(value, "left_out")),
     )
 
 
@@ -248,47 +247,31 @@ def _digests(row: dict[str, object], name: str) -> tuple[str, ...]:
     found = row[name]
     if not isinstance(found, list) or not found:
         raise TypeError(name)
-    return tuple(_digest({"digest": digest}, "digest") for digest in found)
+    return tuple(digest({"digest": one}, "digest") for one in found)
 
 
 def _tensor_entry(row: dict[str, object]) -> TensorEntry:
     if "parts" not in row:
-        return TensorEntry(_digest(row, "digest"), _text(row, "shard"))
+        return TensorEntry(digest(row, "digest"), text(row, "shard"))
     parts = row["parts"]
     if not isinstance(parts, list) or not parts:
         raise TypeError("parts")
-    join = _text(row, "join")
+    join = text(row, "join")
     if join not in {"rows", "columns", "once", "shape", "stack"}:
         raise ValueError(join)
-    return TensorEntry(_digest(row, "digest"), None, tuple(_part_entry(part) for part in parts), join)
+    return TensorEntry(digest(row, "digest"), None, tuple(_part_entry(part) for part in parts), join)
 
 
 def _part_entry(part: dict[str, object]) -> PartEntry:
     return PartEntry(
-        name=_text(part, "name"),
-        shard=_text(part, "shard"),
+        name=text(part, "name"),
+        shard=text(part, "shard"),
         shard_id=_shard_id(part["shard_id"]),
-        shard_offset=_count(part, "shard_offset"),
-        shard_size=_count(part, "shard_size"),
-        digest=_digest(part, "digest"),
-        data=bytes.fromhex(_text(part, "data")).hex() if "data" in part else None,
+        shard_offset=count(part, "shard_offset"),
+        shard_size=count(part, "shard_size"),
+        digest=digest(part, "digest"),
+        data=bytes.fromhex(text(part, "data")).hex() if "data" in part else None,
     )
-
-
-def _table(value: dict[str, object], key: str) -> dict[str, object]:
-    table = value[key]
-    if not isinstance(table, dict):
-        raise TypeError(key)
-    return table
-
-
-def _rows(value: dict[str, object], key: str) -> Iterable[tuple[str, dict[str, object]]]:
-    table = _table(value, key)
-    return ((name, _table(table, name)) for name in table)
-
-
-def _texts(table: dict[str, object]) -> dict[str, str]:
-    return {key: _text(table, key) for key in table}
 
 
 def _shard_id(value: object) -> ShardId:
@@ -296,24 +279,3 @@ def _shard_id(value: object) -> ShardId:
         if type(value) is type(known) and value == known:  # True is no 1
             return cast("ShardId", known)
     raise ValueError(value)
-
-
-def _text(value: dict[str, object], key: str) -> str:
-    text = value[key]
-    if not isinstance(text, str):
-        raise TypeError(key)
-    return text
-
-
-def _count(value: dict[str, object], key: str) -> int:
-    count = value[key]
-    if type(count) is not int or count < 0:
-        raise TypeError(key)
-    return count
-
-
-def _digest(value: dict[str, object], key: str = "header_digest") -> str:
-    digest = _text(value, key)
-    if len(bytes.fromhex(digest)) != 32:
-        raise ValueError(key)
-    return digest

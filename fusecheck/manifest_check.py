@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 
 from fusecheck import digest
@@ -23,12 +22,11 @@ from fusecheck.beside import declaration, totals
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG, ModelConfig
 from fusecheck.engines.vllm_sharded import layout_of
-from fusecheck.errors import CheckpointError, invisible, shown
+from fusecheck.errors import shown
 from fusecheck.exact import Finding, Slice, cut_part, home, join_in, packed_shape, span, stacks_of
 from fusecheck.forms import Join
-from fusecheck.header import LIBRARY_HEADER_BYTES, TensorInfo
-from fusecheck.listing import CheckpointFiles
-from fusecheck.manifest import FileEntry, Manifest, OutputFile, PartEntry, RanksEntry, TensorEntry
+from fusecheck.header import TensorInfo
+from fusecheck.manifest import Manifest, PartEntry, RanksEntry, TensorEntry
 from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY
 from fusecheck.model import Model
 from fusecheck.shards import INDEX
@@ -72,7 +70,7 @@ def _summed(entry: TensorEntry, tensor: TensorInfo) -> bytes:
     return packed_shape(tensor, sum(rows for rows, _ in pairs), pairs[0][1])
 
 
-def _number(data: bytes | bytearray) -> int:
+def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
@@ -296,36 +294,3 @@ def _check_sums(manifest: Manifest, out: Checkpoint) -> Iterator[Finding]:
     for shard, file in manifest.files.items():
         if digest.digest_over(order.get(shard, ())) != file.digest:
             yield Finding("the manifest's digest is not that over its tensors' digests", shard)
-
-
-def check_unopened(manifest: Manifest, files: CheckpointFiles) -> Iterator[Finding]:
-    """What can be said of an OUT that is no checkpoint any more: each file, but no tensor. Closes `files`."""
-    entries: dict[str, OutputFile | FileEntry] = {**manifest.side_files, CONFIG: manifest.config, **manifest.files}
-    with closing(files):
-        for path, entry in entries.items():
-            # names come from the manifest and must not lead out of the folder
-            if any(not piece or piece.startswith(".") or any(map(invisible, piece)) for piece in path.split("/")):
-                yield Finding("is no path that an output has", MANIFEST, path)
-                continue
-            try:
-                size = files.add(path).size
-            except CheckpointError as error:
-                yield Finding(error.problem, path)
-                continue
-            if size != entry.size:
-                yield Finding(f"has {size} bytes, the manifest says {entry.size}", path)
-            elif digest.available():
-                yield from _check_digest(files, path, size, entry)
-
-
-def _check_digest(files: CheckpointFiles, path: str, size: int, entry: OutputFile | FileEntry) -> Iterator[Finding]:
-    if isinstance(entry, FileEntry):
-        if files.digest(path) != entry.digest:
-            yield Finding("differs from the manifest's digest", path)
-        return
-    prefix = bytearray(min(8, size))
-    files.read_into(path, 0, memoryview(prefix))
-    blob = bytearray(min(8 + _number(prefix), size, LIBRARY_HEADER_BYTES))
-    files.read_into(path, 0, memoryview(blob))
-    if digest.digest_of(blob) != entry.header_digest:
-        yield Finding("header differs from the manifest's digest", path)

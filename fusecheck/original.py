@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
-from fusecheck.beside import check_config, declaration
+from fusecheck.beside import declaration
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.config import CONFIG
 from fusecheck.digest import digest_of
@@ -15,9 +14,7 @@ from fusecheck.exact_ranks import outside
 from fusecheck.files import MAX_JSON_BYTES
 from fusecheck.forms import Join
 from fusecheck.group import FusedTensor
-from fusecheck.header import metadata_orders
-from fusecheck.job import side_files
-from fusecheck.manifest import Manifest, SourceShard, TensorEntry
+from fusecheck.manifest import Manifest, TensorEntry
 from fusecheck.mapping import HEADS, LAYOUT, OWN_KEY, ShardRows
 from fusecheck.model import Model, survey
 from fusecheck.plan import (
@@ -29,18 +26,14 @@ from fusecheck.plan import (
     index_text,
     plan_shard,
     recorded_index,
-    split_tensors,
-    weight_shape,
     whole_file,
 )
-from fusecheck.shards import INDEX, SHARD_NAME, natural_key
+from fusecheck.produce import side_files
+from fusecheck.shards import INDEX
 from fusecheck.sidefiles import MANIFEST
+from fusecheck.source_files import REMEDY, check_files, identical, recorded_config, recorded_shards, without_own
+from fusecheck.splitting import split_tensors, weight_shape
 from fusecheck.whole import whole_tensors
-
-MAX_ORDERS = 120
-"""Orders of the keys of one `__metadata__` that are tried: all of five keys. safetensors writes them in any order."""
-
-_REMEDY = f"remove {MANIFEST} to split it by names and {CONFIG} alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +98,7 @@ def _by_names(checkpoint: Checkpoint, model: Model) -> Original:
         if untouched:
             shards.append(PlannedShard(tuple(group), whole_file(shard.name, shard.size)))
         else:
-            shards.append(plan_shard(shard.name, group, _without_own(shard.metadata)))
+            shards.append(plan_shard(shard.name, group, without_own(shard.metadata)))
     index = None
     if checkpoint.index_metadata is not None and untouched:
         index = checkpoint.files.read(INDEX, MAX_JSON_BYTES)
@@ -140,29 +133,46 @@ def _by_manifest(checkpoint: Checkpoint, model: Model, manifest: Manifest) -> Or
     restored = tuple(_dropped(manifest, checkpoint, model))
     outputs = [*split_tensors(checkpoint.tensors, wholes, checkpoint.config), *restored]
     origins = _origins(manifest)
-    shards = _original_shards(manifest, outputs, {name: shard for name, (shard, _) in origins.items()})
-    index = None if manifest.source_index is None else recorded_index(shards, manifest.source_index)
-    config_text, warnings = _original_config(manifest, checkpoint)
+    shards = recorded_shards(manifest, outputs, {name: shard for name, (shard, _) in origins.items()})
+    digests = {
+        (shard.file.path, number): (origins[tensor.name][1],)
+        for shard in shards
+        for number, tensor in enumerate(shard.tensors)
+    }
+    heads = tuple(head.name for head in restored)
+    made = _as_recorded(checkpoint, manifest, shards, digests, len(wholes), heads, model.warnings)
     kept = sum(whole not in wholes for whole in model.fused)
-    if kept:
-        warnings.append(
-            f"{kept} tensors were fused already in the source that {MANIFEST} records, and stay so; "
-            "unfuse OUT once more to split them"
-        )
+    if not kept:
+        return made
+    note = (
+        f"{kept} tensors were fused already in the source that {MANIFEST} records, and stay so; "
+        "unfuse OUT once more to split them"
+    )
+    return replace(made, warnings=(*made.warnings, note))
+
+
+def _as_recorded(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    shards: tuple[PlannedShard, ...],
+    digests: Mapping[tuple[str, int], tuple[str, ...]],
+    split: int,
+    restored: tuple[str, ...],
+    warnings: tuple[str, ...] = (),
+) -> Original:
+    """The shards, with index and config.json as the manifest records those."""
+    index = None if manifest.source_index is None else recorded_index(shards, manifest.source_index)
+    config_text, edits = recorded_config(manifest, checkpoint)
     return Original(
         checkpoint=checkpoint,
         manifest=manifest,
         shards=shards,
         files=_files(checkpoint, shards, index, config_text),
-        digests={
-            (shard.file.path, number): (origins[tensor.name][1],)
-            for shard in shards
-            for number, tensor in enumerate(shard.tensors)
-        },
-        split=len(wholes),
-        restored=tuple(head.name for head in restored),
-        identical=tuple(_identical(manifest, shards)),
-        warnings=(*checkpoint.warnings, *model.warnings, *warnings),
+        digests=digests,
+        split=split,
+        restored=restored,
+        identical=tuple(identical(manifest, shards)),
+        warnings=(*checkpoint.warnings, *warnings, *edits),
     )
 
 
@@ -173,7 +183,7 @@ def _by_ranks(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
             f"is cut for ranks, and no {MANIFEST} says out of what", file=checkpoint.shards[0].name
         )
     entry = manifest.ranks
-    _check_files(manifest, checkpoint)
+    check_files(manifest, checkpoint)
     if digest_of(checkpoint.config_text) != manifest.config.digest:
         raise CheckpointError(
             "was edited after the ranks were cut by it, so it no longer says what they hold",
@@ -195,48 +205,27 @@ def _by_ranks(checkpoint: Checkpoint, manifest: Manifest | None) -> Original:
         by_name[name] = replace(same, output=same.output._replace(name=name))
         outputs.append(by_name[name].output)
     places = {**entry.sources, **{name: dropped.shard for name, dropped in manifest.dropped.items()}}
-    shards = _original_shards(manifest, outputs, places)
+    shards = recorded_shards(manifest, outputs, places)
     digests: dict[tuple[str, int], tuple[str, ...]] = {}
     for shard in shards:
         found = [digest for tensor in shard.tensors for digest in by_name[tensor.name].digests]
         digests |= {(shard.file.path, number): strip for number, strip in enumerate(found)}
-    index = None if manifest.source_index is None else recorded_index(shards, manifest.source_index)
-    config_text, warnings = _original_config(manifest, checkpoint)
-    return Original(
-        checkpoint=checkpoint,
-        manifest=manifest,
-        shards=shards,
-        files=_files(checkpoint, shards, index, config_text),
-        digests=digests,
-        split=sum(len(tensor.output.strips) > 1 or len(tensor.digests[0]) > 1 for tensor in made),
-        restored=tuple(manifest.dropped),
-        identical=tuple(_identical(manifest, shards)),
-        warnings=(*checkpoint.warnings, *warnings),
-    )
-
-
-def _check_files(manifest: Manifest, checkpoint: Checkpoint) -> None:
-    """The manifest describes these very weight files: the digests of their headers vouch for dtypes and shapes."""
-    described = {name: (file.size, file.header_digest) for name, file in manifest.files.items()}
-    for shard in checkpoint.shards:
-        if described.pop(shard.name, None) != (shard.size, shard.header_digest):
-            raise CheckpointError(f"is not the file that {MANIFEST} describes", file=shard.name, remedy=_REMEDY)
-    if described:
-        raise CheckpointError(f"names what is not there: {next(iter(described))}", file=MANIFEST, remedy=_REMEDY)
+    split = sum(len(tensor.output.strips) > 1 or len(tensor.digests[0]) > 1 for tensor in made)
+    return _as_recorded(checkpoint, manifest, shards, digests, split, tuple(manifest.dropped))
 
 
 def _check_described(manifest: Manifest, checkpoint: Checkpoint) -> None:
     """The manifest describes these very tensors."""
     if manifest.layout != LAYOUT:
         raise UnsupportedCheckpoint("declares another layout", file=MANIFEST, found=manifest.layout, wanted=LAYOUT)
-    _check_files(manifest, checkpoint)
+    check_files(manifest, checkpoint)
     tensors = checkpoint.tensors
     odd = next((name for name in manifest.tensors if name not in tensors), None)
     if odd is not None:
-        raise CheckpointError(f"names what is not there: {odd}", file=MANIFEST, remedy=_REMEDY)
+        raise CheckpointError(f"names what is not there: {odd}", file=MANIFEST, remedy=REMEDY)
     new = next((tensor for name, tensor in tensors.items() if name not in manifest.tensors), None)
     if new is not None:
-        raise CheckpointError(f"is not in {MANIFEST}", file=new.shard, tensor=new.name, remedy=_REMEDY)
+        raise CheckpointError(f"is not in {MANIFEST}", file=new.shard, tensor=new.name, remedy=REMEDY)
 
 
 def _recorded(manifest: Manifest, model: Model) -> list[FusedTensor]:
@@ -276,56 +265,3 @@ def _origins(manifest: Manifest) -> dict[str, tuple[str, str]]:
     for name, dropped in manifest.dropped.items():
         origins[name] = (dropped.shard, manifest.tensors[dropped.same_as].digest)
     return origins
-
-
-def _original_shards(
-    manifest: Manifest, outputs: Iterable[OutputTensor], places: Mapping[str, str]
-) -> tuple[PlannedShard, ...]:
-    names = sorted(manifest.source_shards, key=natural_key)
-    odd = next((name for name in names if not SHARD_NAME.fullmatch(name)), None)
-    if odd is not None:
-        raise CheckpointError("names a shard that is no plain safetensors file name", file=MANIFEST, found=odd)
-    groups: dict[str, list[OutputTensor]] = {name: [] for name in names}
-    for output in outputs:
-        shard = places.get(output.name, "")
-        if shard not in groups:
-            raise CheckpointError("puts it into a shard of no source", file=MANIFEST, tensor=output.name, found=shard)
-        groups[shard].append(output)
-    recorded = manifest.source_shards
-    return tuple(
-        _as_recorded(plan_shard(name, groups[name], _without_own(recorded[name].metadata)), recorded[name])
-        for name in names
-    )
-
-
-def _without_own(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
-    """What is written is split, whatever the source was that is recorded."""
-    return None if metadata is None else {key: value for key, value in metadata.items() if key != OWN_KEY}
-
-
-def _as_recorded(shard: PlannedShard, recorded: SourceShard) -> PlannedShard:
-    """The shard with the very header that the original had, where that was in canonical form; else as it is."""
-    heads = metadata_orders(shard.file.head, recorded.metadata or {})
-    head = next((head for head in islice(heads, MAX_ORDERS) if digest_of(head) == recorded.header_digest), None)
-    return shard if head is None else replace(shard, file=replace(shard.file, head=head))
-
-
-def _original_config(manifest: Manifest, checkpoint: Checkpoint) -> tuple[bytes, list[str]]:
-    """config.json as it was before GPTQ's list of quantised modules; one that was edited since, as it is."""
-    if manifest.config_original is not None:
-        if any(check_config(checkpoint, None, manifest.config_original)):
-            raise CheckpointError(
-                f"was edited after it was fused, so the original in {MANIFEST} is not this one",
-                file=CONFIG,
-                remedy=f"undo the edit, or {_REMEDY}",
-            )
-        return manifest.config_original.encode(), []
-    edited = digest_of(checkpoint.config_text) != manifest.config.digest
-    return checkpoint.config_text, [f"{CONFIG} was edited after it was fused; copied as it is"] if edited else []
-
-
-def _identical(manifest: Manifest, shards: Iterable[PlannedShard]) -> Iterator[str]:
-    for shard in shards:
-        recorded = manifest.source_shards[shard.file.path]
-        if (recorded.size, recorded.header_digest) == (shard.file.size, digest_of(shard.file.head)):
-            yield shard.file.path

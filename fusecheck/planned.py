@@ -10,19 +10,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import get_args
 
 from fusecheck.digest import digest_of
 from fusecheck.errors import CheckpointError, UsageError
-from fusecheck.header import strict_json
+from fusecheck.fields import checked
 from fusecheck.job import Options
+from fusecheck.json_text import strict_json
 from fusecheck.mapping import Experts
 from fusecheck.origin import Reading
 from fusecheck.provenance import Provenance, provenance_fields, read_provenance
 from fusecheck.reader import StoredFile
 from fusecheck.target import failure
-
-T = TypeVar("T")
 
 PLAN_SCHEMA = 1
 MAX_PLAN_BYTES = 256 << 20
@@ -131,20 +130,20 @@ def _fields(plan: Plan) -> dict[str, object]:
 
 def _plan(value: Mapping[str, object]) -> Plan:
     def table(key: str) -> dict[str, object]:
-        return _checked(value[key], dict)
+        return checked(value[key], dict)
 
     reading = table("reading")
     return Plan(
-        fusecheck_version=_checked(value["fusecheck_version"], str),
-        source=_checked(value["source"], str),
-        out=_checked(value["out"], str),
+        fusecheck_version=checked(value["fusecheck_version"], str),
+        source=checked(value["source"], str),
+        out=checked(value["out"], str),
         options=_options(table("options")),
-        reading=Reading(_checked(reading["follow_links"], bool), _checked(reading["max_header_bytes"], int)),
+        reading=Reading(checked(reading["follow_links"], bool), checked(reading["max_header_bytes"], int)),
         provenance=read_provenance(table("provenance")),
-        files={name: _file(_checked(row, dict)) for name, row in table("files").items()},
-        objects=_objects(_checked(value["objects"], list)),
-        beside=_objects(_checked(value["beside"], list)),
-        estimate=Estimate(**{key: _checked(item, int) for key, item in table("estimate").items()}),
+        files={name: _file(checked(row, dict)) for name, row in table("files").items()},
+        objects=_objects(checked(value["objects"], list)),
+        beside=_objects(checked(value["beside"], list)),
+        estimate=Estimate(**{key: checked(item, int) for key, item in table("estimate").items()}),
     )
 
 
@@ -158,19 +157,12 @@ def _options(table: Mapping[str, object]) -> Options:
 
 
 def _file(row: Mapping[str, object]) -> StoredFile:
-    identity = _checked(row["identity"], dict)
-    return StoredFile(_checked(row["size"], int), {key: _checked(item, str) for key, item in identity.items()})
+    identity = checked(row["identity"], dict)
+    return StoredFile(checked(row["size"], int), {key: checked(item, str) for key, item in identity.items()})
 
 
 def _objects(rows: Sequence[object]) -> tuple[PlannedObject, ...]:
-    found = (_checked(row, dict) for row in rows)
+    found = (checked(row, dict) for row in rows)
     return tuple(
-        PlannedObject(_checked(r["name"], str), _checked(r["size"], int), _checked(r["header_digest"], str))
-        for r in found
+        PlannedObject(checked(r["name"], str), checked(r["size"], int), checked(r["header_digest"], str)) for r in found
     )
-
-
-def _checked(value: object, kind: type[T]) -> T:
-    if type(value) is not kind:
-        raise TypeError(kind.__name__)
-    return value

@@ -15,8 +15,10 @@ from fusecheck.header import TensorInfo
 from fusecheck.hub import shard_groups
 from fusecheck.manifest import DroppedTensor, RanksEntry
 from fusecheck.model import Model
-from fusecheck.plan import OutputTensor, PlannedShard, merge_metadata, plan_shard, split_view
-from fusecheck.sharding import HEAD, Ranks, check_ranks, rank_tensors
+from fusecheck.plan import OutputTensor, PlannedShard, merge_metadata, plan_shard
+from fusecheck.ranks import Ranks, check_ranks
+from fusecheck.sharding import HEAD, rank_tensors
+from fusecheck.splitting import split_view
 
 
 def wanted_ranks(target: str | None, tp: int | None, numbers: str | None) -> Ranks | None:

@@ -20,8 +20,8 @@ from fusecheck.config import ModelConfig
 from fusecheck.dequantise import NotRun, dequantise
 from fusecheck.errors import CheckpointError
 from fusecheck.forms import WEIGHTS, Join
+from fusecheck.fused_linear import build_fused
 from fusecheck.group import FusedTensor
-from fusecheck.linear import build_fused
 from fusecheck.manifest import Manifest
 from fusecheck.mapping import QKV, Packing, ShardId, ShardRows
 from fusecheck.model import Model

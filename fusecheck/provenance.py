@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-T = TypeVar("T")
+from fusecheck.fields import checked
 
 _OF_BUCKETS = frozenset({"url", "identities"})
 
@@ -45,19 +44,13 @@ def read_provenance(value: dict[str, object]) -> Provenance:
         _text(value.get("revision")),
         _text(value.get("commit")),
         _text(value.get("url")),
-        None if rows is None else {name: _texts(row) for name, row in _checked(rows, dict).items()},
+        None if rows is None else {name: _texts(row) for name, row in checked(rows, dict).items()},
     )
 
 
 def _text(value: object) -> str | None:
-    return None if value is None else _checked(value, str)
+    return None if value is None else checked(value, str)
 
 
 def _texts(row: object) -> dict[str, str]:
-    return {key: _checked(item, str) for key, item in _checked(row, dict).items()}
-
-
-def _checked(value: object, kind: type[T]) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(kind.__name__)
-    return value
+    return {key: checked(item, str) for key, item in checked(row, dict).items()}

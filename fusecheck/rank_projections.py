@@ -21,13 +21,8 @@ from fusecheck.config import ModelConfig
 from fusecheck.dequantise import NotRun
 from fusecheck.engines.vllm_sharded import VLLM, layout_of
 from fusecheck.errors import CheckpointError, UsageError
-from fusecheck.linear import (
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    ShardId,
-)
+from fusecheck.fused_linear import MergedColumnParallelLinear, QKVParallelLinear, ShardId
+from fusecheck.linear import LinearBase, RowParallelLinear
 from fusecheck.manifest import Manifest
 from fusecheck.numeric import Projection
 from fusecheck.projections import (

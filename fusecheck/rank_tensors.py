@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fusecheck.checkpoint import Checkpoint
 from fusecheck.engines.vllm_sharded import Cut, ShardedLayout
+from fusecheck.fused_linear import ShardId
 from fusecheck.header import TensorInfo, tensor_bytes
-from fusecheck.linear import ShardId
 from fusecheck.mapping import NEVER_GROUPED_SUFFIXES, PREFIXES
 from fusecheck.shards import RANK_FILE
 from fusecheck.split_form import split_names

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
 from fusecheck.files import MAX_JSON_BYTES
-from fusecheck.header import TensorInfo, strict_json
+from fusecheck.header import TensorInfo
+from fusecheck.json_text import strict_json
 from fusecheck.listing import CheckpointFiles
 from fusecheck.sidefiles import ADAPTER_FILES, WEIGHT_SUFFIXES
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusecheck.errors import CheckpointError, SystemFailure, invisible
-from fusecheck.header import strict_json
+from fusecheck.json_text import strict_json
 
 MANIFEST = "fusecheck.json"
 CHECKSUMS = "SHA256SUMS"

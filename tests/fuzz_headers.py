@@ -26,7 +26,8 @@ from checkpoints import BITS, DTYPES
 from fusecheck.checkpoint import read_shard
 from fusecheck.errors import CheckpointError, invisible
 from fusecheck.files import Files
-from fusecheck.header import DTYPE_BITS, MAX_DEPTH
+from fusecheck.header import DTYPE_BITS
+from fusecheck.json_text import MAX_DEPTH
 
 Reading: TypeAlias = tuple[dict[str, str], list[tuple[str, str, list[int], str]]]
 """Metadata (absent, null and empty alike), then (name, dtype, shape, data as hex) by name."""

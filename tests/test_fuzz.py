@@ -14,7 +14,7 @@ from fuzz_headers import Judge, Library, draw, draw_json, inputs, minimal, reaso
 from fusecheck.checkpoint import open_checkpoint
 from fusecheck.config import parse_config
 from fusecheck.errors import CheckpointError, invisible
-from fusecheck.header import strict_json
+from fusecheck.json_text import strict_json
 
 SHARDED = Spec(files=3, num_hidden_layers=1, hidden_size=2, head_dim=2, intermediate_size=2, vocab_size=2)
 

@@ -22,15 +22,13 @@ from fusecheck.config import parse_config
 from fusecheck.errors import CheckpointError, FusecheckError, Interrupted, SystemFailure, printable, shown
 from fusecheck.header import (
     DTYPE_BITS,
-    MAX_DEPTH,
-    MAX_ENTRIES,
     Header,
     canonical_order,
     encode_header,
     parse_header,
-    strict_json,
     tensor_bytes,
 )
+from fusecheck.json_text import MAX_DEPTH, MAX_ENTRIES
 
 A = b'"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 
@@ -239,16 +237,6 @@ def test_as_many_entries_as_allowed_and_no_more() -> None:
         parse(many(MAX_ENTRIES + 1), 0)
 
 
-def test_as_deep_as_allowed_and_no_deeper() -> None:
-    assert strict_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, file="x")
-    with pytest.raises(CheckpointError, match="nested deeper"):
-        strict_json(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), file="x")
-
-
-def test_brackets_inside_strings_are_text() -> None:
-    assert strict_json(b'["' + b"[{" * 1000 + b'\\"]"]', file="x") == ["[{" * 1000 + '"]']
-
-
 HOSTILE = {
     "brackets": 'b"[" * M',
     "closing brackets": 'b"]" * M',
@@ -273,7 +261,8 @@ import resource
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 from fusecheck.errors import CheckpointError
-from fusecheck.header import MAX_HEADER_BYTES as M, parse_header, strict_json
+from fusecheck.header import MAX_HEADER_BYTES as M, parse_header
+from fusecheck.json_text import strict_json
 blob = {blob}
 for read in (lambda: parse_header(blob, shard="x", data_bytes=0), lambda: strict_json(blob, file="x", constants=True)):
     try:
@@ -356,60 +345,6 @@ def test_a_size_is_exact_or_none(dtype: str, shape: list[int]) -> None:
     bits = math.prod(shape) * BITS[dtype]
     fits = all(product < 2**64 for product in (*running, bits)) and bits % 8 == 0
     assert size == (bits // 8 if fits else None)
-
-
-# ------------------------------------------------------------------------------------------------------ strict JSON
-
-
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-def test_numbers_that_are_not_finite_only_where_they_are_expected(text: str) -> None:
-    assert not math.isfinite(float(str(strict_json(text.encode(), file="x", constants=True))))
-    with pytest.raises(CheckpointError, match="not finite"):
-        strict_json(text.encode(), file="x")
-
-
-@pytest.mark.parametrize(
-    "blob",
-    [
-        b"",
-        b"\xef\xbb\xbf{}",
-        "{}".encode("utf-16"),
-        "{}".encode("utf-32"),
-        b"\xff",
-        b'{"a":1,"a":1}',
-        b'{"a":1,"\\u0061":1}',
-        b'[{"x":{"a":1,"a":1}}]',
-        b'"\\ud800"',
-        b'{"a":["\\udc00\\ud800"]}',
-        b"{}x",
-        b"1" * 5000,
-        b"[" * 10**6,
-        b'{"a":' * 10**6,
-        b'"' + b'\\"' * 10**6,
-        b"{'a':1}",
-        b"{}//",
-        b"[1,]",
-        b"nan",
-        b"\0",
-    ],
-)
-@pytest.mark.parametrize("constants", [False, True])
-def test_json_with_two_readings_or_none_is_refused(blob: bytes, *, constants: bool) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        strict_json(blob, file="x.json", constants=constants)
-    assert str(caught.value).startswith("x.json: ")
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-)
-
-
-@given(values, st.booleans(), st.sampled_from([None, 2]))
-def test_json_reads_back(value: object, ascii_only: bool, indent: int | None) -> None:  # noqa: FBT001 - drawn
-    blob = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()
-    assert repr(strict_json(blob, file="x", constants=True)) == repr(value)
 
 
 # ------------------------------------------------------------------------------------------------------------ config

@@ -15,15 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusecheck.errors import CheckpointError, FusecheckError, UsageError
-from fusecheck.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-    build_fused,
-)
+from fusecheck.fused_linear import MergedColumnParallelLinear, QKVParallelLinear, build_fused
+from fusecheck.linear import ColumnParallelLinear, LinearBase, ReplicatedLinear, RowParallelLinear
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HIDDEN, HEAD, HEADS, KV_HEADS, INTERMEDIATE = 1024, 128, 16, 8, 3072  # Qwen3-0.6B

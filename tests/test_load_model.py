@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import fusecheck
 from fusecheck.engines.nano_vllm import LoadMismatch, LoadReport, load_model
 from fusecheck.errors import CheckpointError, SystemFailure, UsageError
-from fusecheck.linear import LoadableParameter, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from fusecheck.fused_linear import MergedColumnParallelLinear, QKVParallelLinear
+from fusecheck.linear import LoadableParameter, RowParallelLinear
 from fusecheck.operations.fuse import fuse
 
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}

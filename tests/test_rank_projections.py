@@ -508,7 +508,7 @@ def test_ranks_alike_are_one_row_and_others_stay_apart(tmp_path: Path) -> None:
 
 def test_the_command_shows_ranks(tmp_path: Path) -> None:
     out = cut(tmp_path, 2)
-    run = [sys.executable, "-m", "fusecheck", "verify", str(out), "--report", str(tmp_path / "page.html")]
+    run = [sys.executable, "-m", "fusecheck", "verify", str(out), "-v", "--report", str(tmp_path / "page.html")]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "0 qkv_proj 0,1 16 -> 32 q 0, k 16, v 24 pass pass pass" in rows

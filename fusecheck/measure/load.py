@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 
 from fusecheck.checkpoint import Checkpoint
-from fusecheck.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from fusecheck.fused_linear import MergedColumnParallelLinear, QKVParallelLinear
+from fusecheck.linear import LinearBase
 from fusecheck.mapping import PACKINGS, QKV, ShardId
 from fusecheck.measure.timing import clock_of, compare
 from fusecheck.measure.values import LoadBench

@@ -14,12 +14,13 @@ from fusecheck.collector import collector_paused
 from fusecheck.errors import UsageError
 from fusecheck.finishing import finish
 from fusecheck.header import MAX_HEADER_BYTES
-from fusecheck.job import Job, Options, Outcome, carry_out, compare_heads, decide, produce, stands_at
+from fusecheck.job import Job, Options, carry_out, compare_heads, decide, stands_at
 from fusecheck.ledger import judge
 from fusecheck.mapping import Experts
 from fusecheck.model import LeftSplit
 from fusecheck.origin import Origin, Reading, Traffic, open_origin
 from fusecheck.parts import opened_target, run_objects
+from fusecheck.produce import Outcome, produce
 from fusecheck.reader import Progress
 from fusecheck.sidefiles import LeftOut
 from fusecheck.stores import Target as StoreTarget

@@ -16,8 +16,9 @@ from fusecheck.collector import collector_paused
 from fusecheck.config import CONFIG
 from fusecheck.engines.table import ENGINES, Engine, ranks_engines
 from fusecheck.errors import CheckpointError, UnsupportedCheckpoint
-from fusecheck.header import MAX_HEADER_BYTES, TensorInfo, strict_json
+from fusecheck.header import MAX_HEADER_BYTES, TensorInfo
 from fusecheck.hub import resolve
+from fusecheck.json_text import strict_json
 from fusecheck.mapping import HEADS, PACKINGS, PREFIXES, Packing
 from fusecheck.model import survey
 from fusecheck.shards import by_rank, cut_already

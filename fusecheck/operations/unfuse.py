@@ -14,10 +14,10 @@ from fusecheck.errors import CheckpointError
 from fusecheck.execute import Written
 from fusecheck.header import LIBRARY_HEADER_BYTES, MAX_HEADER_BYTES
 from fusecheck.hub import resolve
-from fusecheck.job import Outcome, produce, write_files
 from fusecheck.manifest import Manifest, read_manifest
 from fusecheck.original import Original, original_of
 from fusecheck.plan import OutputTensor
+from fusecheck.produce import Outcome, produce, write_files
 from fusecheck.reader import Progress
 from fusecheck.record import file_digest
 from fusecheck.sidefiles import CHECKSUMS, MANIFEST, LeftOut

@@ -24,7 +24,7 @@ from fusecheck.exact import Finding, Slice, pair
 from fusecheck.files import Files
 from fusecheck.listing import CheckpointFiles
 from fusecheck.manifest import Manifest
-from fusecheck.manifest_check import check_manifest, check_unopened, layout_wanted, slices_of
+from fusecheck.manifest_check import check_manifest, layout_wanted, slices_of
 from fusecheck.mapping import LAYOUT
 from fusecheck.on_device import Lab, prepare, project
 from fusecheck.ranks_check import check_ranks
@@ -32,6 +32,7 @@ from fusecheck.reader import Progress
 from fusecheck.source_check import check_sha256
 from fusecheck.stores import is_remote
 from fusecheck.stores.windows import HELD
+from fusecheck.unopened import check_unopened
 from fusecheck.verdicts import ProjectionCheck, verdicts_of
 
 MAX_FINDINGS = 100
