@@ -98,7 +98,7 @@ class HubSource:
         stored(self._files, file, offset, len(buffer))
         done, attempts = 0, self._http.attempts()
         while done < len(buffer):
-            url = self._url(file)
+            url, fresh = self._url(file)
             got = self._part(file, url, offset + done, buffer[done:])
             done += got.size
             with self._lock:
@@ -111,7 +111,8 @@ class HubSource:
             if got.gone or got.moved:
                 self._forget(file, url, got.moved)
             self._http.count_retry()
-            attempts.failed(got.short, at_once=got.gone or got.moved is not None)
+            if fresh or not got.gone:  # a URL that ran out during a wait is no failure; one refused when new is
+                attempts.failed(got.short, at_once=got.gone or got.moved is not None)
 
     def close(self) -> None:
         """End every read and every wait. The connections are huggingface_hub's own."""
@@ -185,14 +186,15 @@ class HubSource:
             link.tag = link.tag or tag
             return link.tag == tag
 
-    def _url(self, file: str) -> str:
-        """The place of a file, asked for once for all threads where it is not with the hub."""
+    def _url(self, file: str) -> tuple[str, bool]:
+        """The place of a file, asked for once for all threads where it is not with the hub; and whether it was just now."""
         link = self._links[file]
         with link.lock:
+            fresh = link.url is None
             if link.url is None:
                 url = f"{self._http.endpoint}/{self._repo}/resolve/{self.commit}/{quote(file)}"
                 link.url = self._resolve(file, url) if "sha256" in self._files[file].identity else url
-            return link.url
+            return link.url, fresh
 
     def _forget(self, file: str, url: str, moved: str | None) -> None:
         """Do not use a URL again, unless another thread has a new one already."""
