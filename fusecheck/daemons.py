@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
+
+LOOK_SECONDS = 0.5
+"""How long one wait of the main thread lasts: a signal that falls just before it begins interrupts only the next."""
 
 
 class Daemons:
@@ -57,7 +60,10 @@ def apart(work: Callable[[], T], name: str) -> Future[T]:
 
 def aside(work: Callable[[], T]) -> T:
     """Do it in a thread of its own and wait, so that a signal interrupts the wait."""
-    return apart(work, "fusecheck-ask").result()
+    future = apart(work, "fusecheck-ask")
+    while not future.done():
+        wait([future], timeout=LOOK_SECONDS)
+    return future.result()
 
 
 def _carry_out(future: Future[T], work: Callable[[], T]) -> None:

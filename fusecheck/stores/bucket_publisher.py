@@ -13,7 +13,7 @@ from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from fusecheck.daemons import apart
+from fusecheck.daemons import LOOK_SECONDS, apart
 from fusecheck.errors import FusecheckError, SystemFailure
 from fusecheck.reader import StoredFile
 from fusecheck.sidefiles import MANIFEST
@@ -157,7 +157,9 @@ class BucketPublisher:
     def _call(self, work: Callable[[], T]) -> T:
         """Wait for a thread, which a signal and `close` interrupt; obstore itself would not be."""
         future = apart(work, "fusecheck-ask")
-        wait(cast("list[Future[object]]", [future, self._closed]), return_when=FIRST_COMPLETED)
+        both = cast("list[Future[object]]", [future, self._closed])
+        while not any(one.done() for one in both):
+            wait(both, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
         if not future.done():
             raise SystemFailure("the target was closed", file=self._where)
         return future.result()
@@ -247,6 +249,8 @@ class _Feed:
         """In the thread that owns the blocks: hand them over, wait for the end; any failure stops the upload first."""
         try:
             self._hand_all(upload)
+            while not upload.done():
+                wait([upload], timeout=LOOK_SECONDS)
             upload.result()
         except BaseException:
             self._stop.set()

@@ -9,7 +9,7 @@ from mmap import mmap
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from fusecheck.daemons import Daemons
+from fusecheck.daemons import LOOK_SECONDS, Daemons
 from fusecheck.errors import SystemFailure
 from fusecheck.reader import Reader
 from fusecheck.stores.schedule import GAP, LARGEST, MIB, OPEN, Window, by_grain, schedule
@@ -123,7 +123,7 @@ class Windows:
             if slot is not None and slot.state is _State.PLANNED and self._room(slot):
                 self._start(slot)
             while slot is not None and slot.state is _State.FETCHING and not self._closed:
-                self._change.wait()
+                self._change.wait(LOOK_SECONDS)
             if self._closed:
                 raise SystemFailure("the pass over the source has ended", file=file)
             if slot is not None and slot.state is _State.FAILED and slot.error is not None:
