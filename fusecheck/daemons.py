@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 
@@ -60,10 +60,19 @@ def apart(work: Callable[[], T], name: str) -> Future[T]:
 
 def aside(work: Callable[[], T]) -> T:
     """Do it in a thread of its own and wait, so that a signal interrupts the wait."""
-    future = apart(work, "fusecheck-ask")
-    while not future.done():
-        wait([future], timeout=LOOK_SECONDS)
+    return result_of(apart(work, "fusecheck-ask"))
+
+
+def result_of(future: Future[T]) -> T:
+    """Wait for it as a main thread can, which has to look for signals."""
+    wait_for_one(future)
     return future.result()
+
+
+def wait_for_one(*futures: Future[T] | Future[None]) -> None:
+    """Until one of them is done, in slices."""
+    while not any(future.done() for future in futures):
+        wait(cast("list[Future[object]]", futures), timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
 
 
 def _carry_out(future: Future[T], work: Callable[[], T]) -> None:

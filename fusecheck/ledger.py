@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
+from fusecheck.daemons import Daemons, result_of
 from fusecheck.digest import digest_of
 from fusecheck.errors import CheckpointError, UsageError
 from fusecheck.execute import Written
@@ -116,11 +117,12 @@ def find_records(
     by_stem: dict[str, list[str]] = {}
     for name in names:
         by_stem.setdefault(name.rpartition("-")[0], []).append(name)
-    pool = ThreadPoolExecutor(_AT_ONCE)
+    threads = Daemons(_AT_ONCE, "fusecheck-record")
     try:
-        found = list(pool.map(lambda n: _find(target, plan, plan.objects[n], by_stem.get(_stem(n), ())), numbers))
+        finds = (partial(_find, target, plan, plan.objects[n], by_stem.get(_stem(n), ())) for n in numbers)
+        found = [result_of(coming) for coming in [threads.submit(find) for find in finds]]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # as in stored.py
+        threads.close()
     good = {number: record for number, (record, _) in zip(numbers, found, strict=True) if record is not None}
     return good, [record for _, others in found for record in others]
 

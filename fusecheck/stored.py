@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 from fusecheck import digest
-from fusecheck.daemons import apart
+from fusecheck.daemons import apart, result_of
 from fusecheck.errors import CheckpointError, UsageError
 from fusecheck.listing import survey_names
 from fusecheck.reader import Source, StoredFile
@@ -119,7 +119,7 @@ class StoredFiles:
             at = self._expected.index(name)
             group = self._expected[at : at + HEADS_AT_ONCE]
             coming = [apart(partial(self._fetch_head, each), "fusecheck-head") for each in group]
-            self._heads = {each: head.result() for each, head in zip(group, coming, strict=True)}
+            self._heads = {each: result_of(head) for each, head in zip(group, coming, strict=True)}
         return self._heads[name]
 
     def _fetch_head(self, name: str) -> bytes:

@@ -7,13 +7,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from fusecheck.daemons import LOOK_SECONDS, apart
+from fusecheck.daemons import apart, result_of, wait_for_one
 from fusecheck.errors import FusecheckError, SystemFailure
 from fusecheck.reader import StoredFile
 from fusecheck.sidefiles import MANIFEST
@@ -157,9 +157,7 @@ class BucketPublisher:
     def _call(self, work: Callable[[], T]) -> T:
         """Wait for a thread, which a signal and `close` interrupt; obstore itself would not be."""
         future = apart(work, "fusecheck-ask")
-        both = cast("list[Future[object]]", [future, self._closed])
-        while not any(one.done() for one in both):
-            wait(both, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+        wait_for_one(future, self._closed)
         if not future.done():
             raise SystemFailure("the target was closed", file=self._where)
         return future.result()
@@ -249,9 +247,7 @@ class _Feed:
         """In the thread that owns the blocks: hand them over, wait for the end; any failure stops the upload first."""
         try:
             self._hand_all(upload)
-            while not upload.done():
-                wait([upload], timeout=LOOK_SECONDS)
-            upload.result()
+            result_of(upload)
         except BaseException:
             self._stop.set()
             wait([upload], timeout=_ABORT_SECONDS)  # the abort is the upload's last request
